@@ -88,7 +88,7 @@ __all__ = [
 def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:
     """Arm all patches.
 
-    It patches upstream packages that are already imported at once, others when they are imported.
+    Upstream packages that are already imported are patched at once, others on their import.
     Call it before engines and wrappers are built; existing models under FSDP2 and DDP are attached
     in their next forward pass. Another call without a config changes nothing. From then on
     hybridcomp's errors end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows the
@@ -210,10 +210,10 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
 
 def resync(engine: Any = None) -> None:
-    """Make the next gather of parameters exact, with deltas or stepcode under ``"zero"``.
+    """Make the next gather of parameters exact, where ``"zero"`` sends deltas or uses stepcode.
 
-    Use it after rewriting master weights by hand, since deltas need several gathers for a large
-    change. Loading a checkpoint does it automatically. A call on one rank is enough.
+    Use it after rewriting master weights by hand: deltas would need several gathers to carry a
+    large change. Loading a checkpoint does it automatically. A call on one rank is enough.
 
     Args:
         engine: the DeepSpeed engine, or the model under FSDP2; None for megatron-core, and for a
@@ -260,7 +260,7 @@ def publish(
             megatron-core (a list of them with virtual pipeline stages), or the root of fully_shard.
         to: a folder (``file:///...``), on the first rank a socket, a stream with ``write``, or a
             process group of torch.distributed that the first rank shares with the receivers. Each
-            island of ``sync`` needs one of its own.
+            island of ``sync`` needs a destination of its own.
         every: optimizer steps from one version to the next, for ``Publisher.stepped``.
         anchor_every: versions from one full version to the next.
         dtype: "bf16" or "fp16" for wider weights; None: what the model computes with.
@@ -269,13 +269,14 @@ def publish(
         keep: full versions that remain in a folder, with those that follow them; None: all.
         names: "own", or "hf": Hugging Face's names and tensors, from megatron-core models of the
             families of Llama and GPT-2.
-        still_s: seconds that the receiver at a socket may take nothing before PublishError.
-        limit_s: seconds that a version may take beside the training (``publish(wait=False)``); the
-            next one then raises PublishError.
+        still_s: seconds for which the receiver at a socket may accept no data before PublishError.
+        limit_s: seconds that a version may take while training goes on (``publish(wait=False)``);
+            if it takes longer, the next version raises PublishError.
         as_: "fp8" (E4M3 in blocks of 128 x 128) or "mxfp8" (in blocks of 32) for matrices that
             engines hold in 8 bits; None: 16 bits. The block's key is ``as``.
-        lora: for a PEFT model, "adapters" alone under the names of PEFT's checkpoints, or
-            "merged" with their base under its names; None: as they are.
+        lora: for a PEFT model, "adapters": only the adapters, under the names of PEFT's
+            checkpoints; "merged": the base weights with the adapters added, under the base model's
+            names; None: the weights as the model holds them.
 
     Raises ConfigError where the engine's weights or the destination do not fit.
     """
@@ -290,8 +291,8 @@ def gathered(engine: Any) -> AbstractContextManager[Module]:
 
     For roll-outs under ZeRO 3 and FSDP2: the weights are gathered once, as the block's key
     ``gathered`` says, and any forward pass sends nothing then. The model is in eval mode, without
-    gradients. Every rank enters, between two optimizer steps, and takes none inside. On leaving,
-    also by an error, all is as before.
+    gradients. Every rank enters between two optimizer steps and takes no optimizer step inside. On
+    leaving, also by an error, the model is as before.
 
     Args:
         engine: an engine of DeepSpeed or the root of fully_shard. Under ZeRO 0 to 2 and

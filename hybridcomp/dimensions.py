@@ -1,8 +1,8 @@
 """Describe each dimension of parallelism in one row: its messages, timing and engines.
 
-Policy, block, presets, rules, ledger, planner and pages read these rows. A new dimension is a name
-in ``Dimension``, a row in ``ROWS`` and the seams that send its messages;
-``docs/contributing/dimension.md`` adds one.
+Policy, block, presets, rules, ledger, planner and pages read these rows. To add a dimension, add a
+name to ``Dimension``, a row to ``ROWS`` and the seams that send its messages;
+``docs/contributing/dimension.md`` shows an example.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Dimension = Literal[
     "embed",
 ]
 #: ``forward`` is for activations and parameters, ``backward`` for gradients of activations.
-#: Reductions of gradients and gathers of parameters are ``forward``. In offload ``forward`` moves
-#: parameters to the device, ``backward`` gradients to the host. Messages of tp2d have kinds instead
-#: of directions, which are sent in both passes. ``states`` of offload are files on NVMe.
+#: Reductions of gradients and gathers of parameters are ``forward``. In offload, ``forward`` copies
+#: parameters to the device, ``backward`` copies gradients to the host, and ``states`` are optimizer
+#: states in files on NVMe. tp2d has kinds of messages, sent in both passes, instead of directions.
 Direction = Literal["forward", "backward", "activations", "weights", "gradients", "states"]
-#: native operation: ``all_reduce`` sums values, the others move them, ``copy`` between device and
-#: host
+#: native operation: ``all_reduce`` sums values, the other collectives only transfer values, and
+#: ``copy`` transfers them between device and host
 Operation = Literal["all_reduce", "all_gather", "broadcast", "send", "all_to_all", "copy"]
 #: when a dimension under ``"when": "auto"`` is timed
 Timed = Literal["at start-up", "after the first step", "in real steps"]
-#: model in ``hybridcomp.config`` that gives the dimension's keys besides the codec's
+#: model in ``hybridcomp.config`` that defines a dimension's keys, except those of its codec
 Settings = Literal[
     "plain", "gradients", "parameters", "activations", "tensor", "pipeline", "offload", "mesh",
     "islands",
@@ -53,21 +53,21 @@ class DimensionRow:
     """One dimension of parallelism.
 
     Attributes:
-        about: description of its messages, a sentence of the block's schema and pages.
-        operation: upstream's operation for them.
-        settings: which keys it has in the block.
+        about: sentence that describes the messages, shown in the block's schema and the pages.
+        operation: upstream's operation that sends the messages.
+        settings: which keys the dimension has in the block.
         directions: the directions, or kinds, that have codecs and counters of their own.
-        apart: the directions that are native unless they name a codec of their own.
-        timed: when ``"when": "auto"`` compares its codec with native; None: it cannot.
-        recommended: its settings in the preset ``recommended``; None: no preset names it.
+        apart: the directions that are native unless the block names a codec for them.
+        timed: when ``"when": "auto"`` compares the codec with native; None: it never does.
+        recommended: settings in the preset ``recommended``; None: no preset names the dimension.
         engines: engines whose seams encode its messages.
         group: its process groups, in words.
-        two_levels: whether ``hierarchy`` sees its groups as nodes times local ranks.
-        in_layers: whether its messages come from layers that do not know their engine and look it
-            up in the process.
-        by_script: whether only scripts that build layers from ``hybridcomp.nn`` use it: others get
-            no message about it.
-        by_request: whether only blocks that name it use it: others get no message about it.
+        two_levels: whether ``hierarchy`` treats its groups as nodes times local ranks.
+        in_layers: whether layers send its messages, which look up the process's engine.
+        by_script: whether only scripts that build layers from ``hybridcomp.nn`` use the dimension;
+            other jobs print nothing about it.
+        by_request: whether only blocks that name the dimension use it; other jobs print nothing
+            about it.
     """
 
     about: str
@@ -91,7 +91,7 @@ class DimensionRow:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether jobs get no message about it unless their block names it."""
+        """Return whether jobs print nothing about the dimension unless their block names it."""
         return self.by_script or self.by_request
 
     @property
@@ -100,7 +100,7 @@ class DimensionRow:
 
     @property
     def one_way(self) -> bool:
-        """Return whether messages have one direction, which names then leave out."""
+        """Return whether messages have only one direction, which printed names then omit."""
         return len(self.directions) == 1
 
     @property
@@ -183,7 +183,7 @@ MEASURED_EARLY = tuple(name for name, row in ROWS.items() if row.timed == "at st
 BETWEEN_RANKS = tuple(name for name, row in ROWS.items() if row.between_ranks)
 #: dimensions that the presets name
 IN_PRESETS = tuple(name for name, row in ROWS.items() if row.recommended is not None)
-#: dimensions whose groups ``hierarchy`` sees as nodes times local ranks
+#: dimensions whose groups ``hierarchy`` treats as nodes times local ranks
 TWO_LEVELS = tuple(name for name, row in ROWS.items() if row.two_levels)
 
 

@@ -5,8 +5,8 @@ HybridcompError
  +- CodecError       a codec was given a tensor, a payload or a device that it cannot handle
  +- SeamError        an upstream symbol is missing, changed, or outside the supported versions
  +- AgreementError   ranks of one job disagree on block or versions
- +- CheckpointError  a file beside a checkpoint is damaged, missing or could not be written
- +- PeerError        a message to or from another rank failed; it says which ranks are gone
+ +- CheckpointError  a file of ours in a checkpoint is damaged, missing or could not be written
+ +- PeerError        a message to or from another rank failed; the error names the missing ranks
  +- StateFileError   a file of optimizer states is damaged, missing or cannot be written
  +- PublishError     a version of published weights cannot be written, read or applied
 """
@@ -26,7 +26,7 @@ CLONE = "pip install -e . in the clone of hybridcomp"
 def install_hint(extra: str = "") -> str:
     """Return the command that installs hybridcomp (from its clone), or an extra's packages.
 
-    It lists the packages of an extra, since installing the extra itself would rebuild hybridcomp.
+    The command names an extra's packages, since ``pip install`` of the extra rebuilds hybridcomp.
     """
     wanted = _packages(extra) if extra else []
     return f"pip install {shlex.join(wanted)}" if wanted else CLONE
@@ -111,7 +111,7 @@ class AgreementError(HybridcompError, RuntimeError):
 
 
 class CheckpointError(HybridcompError, RuntimeError):
-    """A file of hybridcomp beside a checkpoint cannot be written, or is damaged."""
+    """A file of hybridcomp in a checkpoint's folder is damaged or cannot be written."""
 
 
 class StateFileError(HybridcompError, RuntimeError):

@@ -1,7 +1,7 @@
 """Escape text from files of others for a terminal, a shell, JSON, YAML, Markdown or matplotlib.
 
-A ``config.json``, a description of a cluster, a log and a path may contain any character. Escaped,
-such a text stays data wherever it is printed, run, parsed or rendered. By target:
+A ``config.json``, a cluster description, a log or a path may contain any character. Escaping keeps
+such text from acting as code or markup where it is printed, run, parsed or rendered. By target:
 
 * ``one_line``: a comment, a message, a line of a table
 * ``quoted_path``: a path in a message, unambiguous even with odd characters
@@ -11,8 +11,8 @@ such a text stays data wherever it is printed, run, parsed or rendered. By targe
 * ``markdown``: a sentence or a cell of Markdown; ``fenced``: a block of code of Markdown
 * ``picture``: a label of matplotlib
 
-``parsed_json`` and ``parsed_yaml`` read such files, ``folder_path`` a folder's URL; they raise a
-ValueError of one line for anything that cannot be read.
+``parsed_json`` and ``parsed_yaml`` parse such files, ``folder_path`` parses a folder's URL; all
+three raise a ValueError with a one-line message if the text cannot be parsed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def parsed_json(text: str) -> Any:
 def folder_path(text: str) -> Path:
     """Return the folder of a ``file://`` URL or a path, without expanding anything.
 
-    Raises ValueError, saying what was expected, if the text would name a different folder than a
-    reader sees in it.
+    Raises ValueError, saying what was expected, if the text names another folder than it seems to.
     """
     parts = urlsplit(text)
     path = unquote(parts.path) if "://" in text else text
@@ -115,7 +114,7 @@ def quoted_path(path: str | os.PathLike[str]) -> str:
 
 
 def message(error: object) -> str:
-    """Make ``error`` printable; a long line keeps both ends, with the fault and the advice."""
+    """Make ``error`` printable; a long line keeps its beginning and end (``END``)."""
     return "\n".join(
         line if len(line) <= 2 * END else f"{line[:END]} ... {line[-END:]}"
         for line in printable(error).split("\n")

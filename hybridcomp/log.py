@@ -1,8 +1,8 @@
-"""Print messages to the user: through one logger, on rank 0 unless asked otherwise.
+"""Print messages to the user through one logger, on rank 0 unless a caller asks otherwise.
 
 The logger is ``logging.getLogger("hybridcomp")``, so that a job can silence or redirect it. By
-default every text goes to standard output after ``[hybridcomp]``, where tools read it. Functions in
-layers below ``patches`` return their sentences; callers print them here.
+default every text goes to standard output with the prefix ``[hybridcomp]``, where tools read it.
+Modules below ``patches`` return their sentences, and callers print these with this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Handler(logging.Handler):
 
 
 def _write(text: str, stream: TextIO) -> None:
-    """Write a separate line, also beside progress bars of tqdm, which end without a newline."""
+    """Write a line of its own, even while tqdm shows progress bars, which end without newline."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is not None and getattr(bars, "_instances", None):
         bars.write(text, file=stream)  # clears the bars, writes, and draws them again
@@ -61,7 +61,7 @@ def rank() -> int:
 
 
 def say(*texts: str, anywhere: bool = False) -> None:
-    """Print each text on rank 0, or with ``anywhere`` on whichever rank this is."""
+    """Print each text on rank 0 only; with ``anywhere``, on every rank that calls this."""
     if anywhere or rank() == 0:
         for text in texts:
             _LOGGER.info("%s", text)

@@ -10,48 +10,49 @@ valid_loss          loss on held-out text                                       
 ratio               raw_MB / wire_MB, higher is better
 raw_MB              bytes that native would have sent, all ranks                         1e6 bytes
 wire_MB             bytes sent, all ranks                                                1e6 bytes
-codec_ms            time in encoding and decoding, all ranks: of the host, on a GPU of   ms
-                    the device, scaled from the steps that are timed
-wait_ms             time of waiting for others, all ranks, likewise                      ms
+codec_ms            encoding and decoding time, all ranks: host time for tensors on a    ms
+                    CPU, device time on a GPU, scaled up from the timed steps
+wait_ms             time of waiting for other ranks, all ranks, measured as codec_ms     ms
 error               sampled relative L2 error of one encoding
-inter_ratio         as ratio, for bytes between nodes
-native_since        the step from which a guard or "when": "auto" made it native         step
-encoded_since       the step from which "when": "auto" encodes it after all              step
+inter_ratio         as ratio, but only for bytes between nodes
+native_since        first step in which a guard or "when": "auto" made messages native   step
+encoded_since       first step in which "when": "auto" encodes them again                step
 residual_norm       L2 norm of the residuals of error feedback, all ranks                as values
 time                when the record was written, in JSON lines                           s of 1970
 total_raw_MB        since the run began: bytes that native would have sent, all ranks    1e6 bytes
 total_wire_MB       since the run began: bytes sent, all ranks                           1e6 bytes
-saved_s             since the run began: seconds saved as far as "when": "auto" has      s
-                    measured them, less those spent on measuring
+saved_s             since the run began: time saved according to the measurements of     s
+                    "when": "auto", less the time that these took
 version             the last published version of the weights
-versions            versions published, full_versions of them whole, raw_versions without a codec
-changed_share       changed weights of a version's, on average
+versions            published versions; full_versions: sent whole; raw_versions: without codec
+changed_share       fraction of the weights that a version changes, on average
 bits_per_weight     bits of a version for each weight of the model, on average           bits
-compare_ms          time of publishing, of the slowest rank: comparing                   ms
-encode_ms           likewise: encoding, with checksums                                   ms
-wire_ms             likewise: handing to the folder, stream or group                     ms
-apply_ms            likewise: of the slowest receiver; where receivers answer            ms
-link_gbps           the link that "codec": "auto" of publish has measured                Gb/s
-coded_ms, raw_ms    what the last version was to take on it either way: encoding,        ms
-                    sending, decoding
-meetings            meetings of islands, by fragment; skipped: those with NaN
+compare_ms          publishing: time of the slowest rank for comparing weights           ms
+encode_ms           publishing: time of the slowest rank for encoding and checksums      ms
+wire_ms             publishing: time of the slowest rank for writing to the folder,      ms
+                    stream or group
+apply_ms            time of the slowest receiver, if receivers send answers              ms
+link_gbps           speed of the link, as "codec": "auto" of publish has measured it     Gb/s
+coded_ms, raw_ms    expected time of the last version on this link, with and without     ms
+                    the codec: encoding, sending, decoding
+meetings            meetings of islands, one per fragment; skipped: meetings with NaN
 meet_wait_ms        time for which rank 0 waited for messages of meetings                ms
-drift               norm of what islands have not in common, over that of the weights
-staleness           meetings that an island was ahead; of a pipeline that does not wait: the most
-                    steps so far by which gradients of the first stage were late
-held                versions of the weights that the first stage has held at once, the most so far
-drains              how often such a pipeline was emptied so far
-islands             islands that the next meeting waits for, where they are jobs of their own
-left_out            islands that were left out of meetings, this one included; joined: that came
+drift               norm of the islands' differences over the norm of the weights
+staleness           of islands: meetings by which an island was ahead; of a flushless pipeline:
+                    most steps so far by which gradients of the first stage were late
+held                most versions of the weights that the first stage has held at once so far
+drains              number of times that a flushless pipeline was emptied so far
+islands             islands that the next meeting waits for, if each island is its own job
+left_out            islands left out of meetings, this one included; joined: islands that joined
 =================== ==================================================================== =========
 
-The first four keep their names, one record a step. The others are of one dimension and direction,
-since the previous report: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
-(``time``, ``residual_norm``, the totals and the rows ``publish``,
-``sync`` and ``pipeline`` beside ``dimensions``), elsewhere
-``train/compression/<dimension>[/<direction>]/<figure>``, without the direction for dp and zero,
-which have one, ``train/compression/publish/<figure>``, and ``train/compression/<figure>``. Hugging
-Face's Trainer adds ``train/`` itself: in its log they are ``compression/...``.
+The first four figures keep their names, with one record per step. The other figures cover the time
+since the previous report, mostly for one dimension and direction. In JSON lines they are named
+``dimensions.<dimension>.<direction>.<figure>``; ``time``, ``residual_norm``, the totals and the
+rows ``publish``, ``sync`` and ``pipeline`` are keys at the level of ``dimensions``. Elsewhere they
+are named ``train/compression/<dimension>[/<direction>]/<figure>`` (without a direction for dp and
+zero, which have one), ``train/compression/publish/<figure>`` and ``train/compression/<figure>``.
+Hugging Face's Trainer adds ``train/`` itself, so its log has ``compression/...``.
 
 Imports nothing: programs that only read figures need no torch.
 """
@@ -74,7 +75,7 @@ TIME = "time"
 PREFIX = "train/compression/"
 #: replaces ``train/`` for trainers that prefix every name with it
 TRAINER_PREFIX = "compression/"
-#: name of the x axis, optimizer steps, in a W&B run whose rows another program numbers
+#: x axis (optimizer steps) of a W&B run in which another program numbers the rows
 STEP = f"{PREFIX}step"
 #: keys of a W&B run's config: the block, other facts of the run, and the codecs
 CONFIG_BLOCK, CONFIG_RUN, CONFIG_CODECS = "compression", "run", "codecs"
@@ -110,7 +111,7 @@ def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
 
 
 def follower_line(named: tuple[str, Mapping[str, float]]) -> str:
-    """Format a follower's row for the progress line, leaving out counts of 0."""
+    """Format the named row of figures for the progress line, leaving out counts of 0."""
     name, row = named
     words = [_told(figure, value) for figure, value in row.items() if value or figure == "drift"]
     return f"{name}: {', '.join(words)}"

@@ -1,10 +1,9 @@
 """Warn that a job has a block, or a file to record, but was started without hybridcomp.
 
-torch calls ``watch`` at the end of its import, as it does for every package with an entry point in
-``torch.backends`` (torch 2.5 and newer; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off). It
-imports nothing and patches nothing: if the environment or the command line names a file that may
-hold a block, or a file for losses, it registers a torch hook that runs once, after the first
-optimizer step of the process.
+At the end of its import, torch calls all entry points in ``torch.backends``, also ``watch`` (torch
+2.5 and newer; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off). ``watch`` imports and patches
+nothing. If the environment or the command line names a file that may hold a block, or a file for
+losses, it registers a torch hook that runs once, after the process's first optimizer step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ACTING = "hybridcomp.patches"
 
 
 def watch() -> None:
-    """Wait for the first optimizer step if a file is named that hybridcomp would use."""
+    """Register the hook if the environment or command line names a file for hybridcomp."""
     if next(_named(_words()), None) is None and not os.environ.get(RECORD):
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -44,7 +43,7 @@ def watch() -> None:
 
 
 def _missing() -> Iterator[str]:
-    """Yield warnings for the user: about blocks in a job of several ranks, losses in any job."""
+    """Yield warnings: in a job of several ranks about an unused block, in any about losses."""
     import torch.distributed as dist
 
     if ACTING in sys.modules:
@@ -72,7 +71,7 @@ def _words() -> Sequence[str]:
 
 
 def _named(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the variable or option together with the file that it names."""
+    """Yield each variable or option that names a file, and the file."""
     if file := os.environ.get(CONFIG):
         yield f"{CONFIG}:", file
     for word, following in zip(words, [*words[1:], ""], strict=False):

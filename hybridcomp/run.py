@@ -56,7 +56,7 @@ def _run(script: str, module: bool, words: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
-        # like `python script.py`: the script's folder comes first on the path, instead of ours
+        # as with `python script.py`, the script's folder comes first on the path
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
 

@@ -1,7 +1,7 @@
 """Patches of upstream attributes: one module per seam, one folder per upstream.
 
-``registry`` lists the modules and loads them; none of them imports it. ``template`` is the module
-to copy for a new seam.
+``registry`` lists the modules and loads them; no module imports ``registry``. ``template`` is the
+module to copy for a new seam.
 """
 
 from __future__ import annotations

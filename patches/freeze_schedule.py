@@ -1,4 +1,4 @@
-"""Freeze blocks from the front on during training: by PipeTransformer's rule, or at given steps."""
+"""Freeze a model's first blocks during training: by PipeTransformer's rule, or at given steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FreezeSchedule:
     """Freeze the front blocks of a model, more of them as training proceeds.
 
     Every rank calls ``step()`` after every optimizer step. PipeTransformer's rule: every
-    ``every``-th step freezes at most ``alpha`` of the trained blocks, and none behind the block
+    ``every``-th step freezes at most ``alpha`` of the trained blocks, and none after the block
     whose gradients have the smallest norm.
     """
 
@@ -45,15 +45,16 @@ class FreezeSchedule:
 
         Args:
             engine: as for ``hybridcomp.freeze``.
-            blocks: front first; each as ``freeze`` takes it: names, modules, or several of them.
-                In a pipeline names of all stages.
-            alpha: largest share of the trained blocks that a decision freezes, above 0, below 1.
+            blocks: the first one first; each is a ``what`` of ``freeze``: a name, a module, or
+                several of them. In a pipeline they are names, of blocks on all stages.
+            alpha: largest fraction of the trained blocks that a decision freezes, in (0, 1).
             every: optimizer steps from one decision to the next.
-            norms: whether gradient norms count; False: only the share, as in the authors' code.
+            norms: whether gradient norms limit a decision; False: only ``alpha`` does, as in the
+                authors' code.
             most: largest number of frozen blocks; None: all but one.
             steps: in place of ``every``: number of frozen blocks, by optimizer step.
 
-        Raises ConfigError if these do not fit.
+        Raises ConfigError if an argument is out of range, or contradicts another one.
         """
         self._engine, self._blocks = frozen.unwrapped(engine), list(blocks)
         self._most = len(self._blocks) - 1 if most is None else most
@@ -169,7 +170,7 @@ class FreezeSchedule:
         return {"taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state of ``state_dict``."""
+        """Continue from what ``state_dict`` returned."""
         self.taken = int(state["taken"])
 
 

@@ -1,8 +1,8 @@
 """Implement ``hybridcomp.freeze`` and ``thaw``: agree on the parameters, find the engine's adapter.
 
-An engine that was frozen has a ``Frozen`` as an attribute, and none before: nothing here is
-imported by a job that freezes nothing. It is freed with the engine. Checkpoints of hybridcomp hold
-its ``state``; a job that loads one freezes the same parameters again (``restore``).
+``freeze`` stores a ``Frozen`` as an attribute of the engine; jobs that freeze nothing do not import
+this module. Checkpoints of hybridcomp hold the ``state`` of the ``Frozen``; a job that loads a
+checkpoint freezes the same parameters again (``restore``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hybridcomp.patches.common.engine_packages import ENGINES, is_megatron, pack
 from hybridcomp.patches.common.frozen_layers import ATTRIBUTE, Adapter, Frozen, frozen_of
 
 KEY = {False: "hybridcomp.freeze", True: "hybridcomp.thaw"}
-#: prefix of names of residuals of sums between replicas, under FSDP2
+#: under FSDP2, prefix of the names of residuals that belong to sums between replicas
 _BETWEEN = "between replicas: "
 
 
 def freeze(engine: Any, what: What) -> tuple[str, ...]:
     """Stop training some parameters, from the next step on; every rank calls it between two steps.
 
-    Their values do not change, at any stage of ZeRO; their gradients are neither computed nor sent.
-    Their residuals are dropped, with a message on their norm; their optimizer state stays.
+    Frozen parameters do not change, at any stage of ZeRO; their gradients are neither computed nor
+    sent. Their residuals are dropped, and the norm of these is printed; optimizer state stays.
 
     Args:
         engine: an engine of DeepSpeed, a model under DistributedDataParallel, or the root of
@@ -41,10 +41,10 @@ def freeze(engine: Any, what: What) -> tuple[str, ...]:
         what: the name of a parameter or module, such as "blocks.3", a module or parameter of the
             model, or several of these. In a pipeline all ranks name the parts of all stages.
 
-    Returns the names of the parameters of this rank that it has frozen. Raises, on every rank and
-    with nothing changed: ConfigError for an unknown name, for what is frozen already, where nothing
-    would train any more, and where the engine cannot; AgreementError where ranks name different
-    parameters or one never calls.
+    Returns the names of the newly frozen parameters on this rank. Raises, on every rank and with
+    nothing changed: ConfigError for an unknown name, for parameters that are frozen already, if no
+    parameter would train any more, or if the engine cannot freeze; AgreementError if ranks name
+    different parameters or a rank does not call.
     """
     return _change(engine, what, trains=False)
 
@@ -54,16 +54,16 @@ def thaw(engine: Any, what: What | None = None) -> tuple[str, ...]:
 
     Args:
         engine: the argument of ``freeze``.
-        what: as for ``freeze``; None: all that is frozen.
+        what: as for ``freeze``; None: all frozen parameters.
 
-    Returns their names on this rank. Raises as ``freeze`` does, ConfigError for what it has not
-    frozen.
+    Returns the names of the thawed parameters on this rank. Raises as ``freeze`` does, and
+    ConfigError for parameters that ``freeze`` has not frozen.
     """
     return _change(engine, what, trains=True)
 
 
 def restore(engine: Any, state: Mapping[str, Any]) -> None:
-    """Freeze what was frozen in the job whose checkpoint was loaded; every rank calls it."""
+    """Freeze the parameters that were frozen in the loaded checkpoint; every rank calls it."""
     before = frozen_of(unwrapped(engine))
     if before is not None and before.everywhere:
         thaw(engine)
@@ -84,7 +84,7 @@ def _change(engine: Any, what: What | None, trains: bool) -> tuple[str, ...]:
     undo = ExitStack()
     with together(key, undo.close, ranks=adapter.ranks):
         names, said = _agreed(adapter, frozen, what, trains)
-        undo.callback(adapter.apply, frozen)  # undone last, when all else is restored
+        undo.callback(adapter.apply, frozen)  # undone last, after everything else
         undo.callback(vars(frozen).update, copy.deepcopy(vars(frozen)))
         every = dict.fromkeys(name for statement in said for name in statement["names"])
         frozen.change(every, trains, adapter.steps())
@@ -130,14 +130,14 @@ def _agreed(
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Return this rank's parameters that ``what`` names, and what all ranks named.
 
-    Raises the same error on all ranks, ConfigError or AgreementError, where it cannot be done.
+    Raises the same error on all ranks: ConfigError or AgreementError, as ``freeze`` does.
     """
     key, named = KEY[trains], adapter.named
     given = list(frozen.everywhere) if what is None else asked(what, named, key)
     names, unknown = chosen(given, named)
     if trains:
         names = [name for name in names if name in frozen.everywhere]
-    else:  # skip what never trained, such as the weights under adapters
+    else:  # skip parameters that never trained, such as base weights under adapters
         names = [n for n in names if named[n].requires_grad or n in frozen.everywhere]
     meant = set(names)
     left = sum(trains if n in meant else p.requires_grad for n, p in named.items())

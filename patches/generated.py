@@ -36,30 +36,30 @@ def generate(
 ) -> list[Tensor]:
     """Answer prompts from the ranks of a training, whose weights and state stay as they are.
 
-    Every rank calls it between two steps; the ranks of a replica give the same arguments. The
-    block's key ``generate`` says how messages are sent.
+    Every rank calls it between two steps; the ranks of a replica pass the same arguments. The
+    block's key ``generate`` sets how messages are sent.
 
     Args:
         engine: a DeepSpeed engine of a PipelineModule, or of a SlicedStage (token slices), whose
             attention layers take ``past`` (``docs/generation.md``).
         prompts: token ids of each prompt, 1-D.
-        tokens: most tokens of an answer.
-        in_flight: batches under way; None: the block's value.
-        samples: answers to each prompt, side by side in the result.
-        stop: tokens, or runs of tokens, behind which an answer ends; they are its last tokens.
+        tokens: largest number of tokens in an answer.
+        in_flight: number of batches in the pipeline at a time; None: the block's value.
+        samples: number of answers to each prompt, consecutive in the result.
+        stop: tokens, or sequences of tokens, that end an answer and are included in it.
         temperature: temperature of sampling; 0 takes the most likely token.
-        top_k, top_p: sample among so many most likely tokens (0: all), and among the fewest that
-            have the probability ``top_p`` together.
+        top_k: sample among this many most likely tokens; 0: all.
+        top_p: sample among the fewest tokens whose probabilities add up to ``top_p``.
         seed: seed of sampling; answers do not depend on the number of stages and ranks.
         figures: counters of this rank's work, which the call increases.
         draft: a draft of ``train_draft``, for temperature 0; experimental (``docs/drafts.md``).
-        cape: whether a draft gives more candidates where it is unsure; "auto" takes the faster way.
-        drafted: counts what drafts save, on the last stage.
+        cape: whether a draft proposes more candidates where it is unsure; "auto": if faster.
+        drafted: counters of what drafts save, which the last stage increases.
 
     Returns the answers, int64 (n,) each on the CPU, on every rank of the replica.
 
     Raises on every rank: ConfigError for prompts that cannot be answered, AgreementError if ranks
-    of a replica have different arguments, PeerError that names a failed rank.
+    of a replica pass different arguments, PeerError, naming the rank, if a rank fails.
     """
     with together(KEY):
         stage = stage_of(engine)
@@ -82,8 +82,8 @@ def generate(
 def rollout(engine: Any, tokenizer: Any, *, seed: int = 0) -> Any:
     """Return a ``RolloutEngine`` of DeepSpeed's that generates as ``generate`` does.
 
-    ``tokenizer``: the model's, with a pad or an EOS token. ``seed``: seed of sampling; every call
-    and every replica draws other numbers. Raises ConfigError as ``generate`` does.
+    ``tokenizer``: the model's, with a pad or an EOS token. ``seed``: seed of sampling, from which
+    each call on each replica derives its own. Raises ConfigError as ``generate`` does.
     """
     stage_of(engine)
     from hybridcomp.patches.ds.rollout import StagesRollout

@@ -12,7 +12,7 @@ from hybridcomp.generation import GeneratingStage
 from hybridcomp.job import error_exit
 from hybridcomp.patches.common.engine_packages import is_megatron, packages_of
 
-#: the operation, and the key, in messages
+#: name of the operation, and of the block's key, in messages
 KEY = "generate"
 
 

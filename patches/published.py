@@ -43,7 +43,7 @@ def publish(
     except ConfigError as error:
         weights = EngineWeights({}, {}, [], weights.ranks, refused=error)
         destination = Stream(None, weights.ranks)
-        options["keep"] = None  # only folders take it
+        options["keep"] = None  # only folders take this option
     return Publisher(weights, destination, **options)
 
 

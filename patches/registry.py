@@ -1,8 +1,9 @@
-"""List the seam modules of every upstream, and apply their patches when it is imported.
+"""List the seam modules of every upstream, and apply their patches when upstream is imported.
 
-Patches are armed per upstream package: applied at once if it is imported already, otherwise at its
-import. They dispatch per engine, so that a process may hold several engines, or one without a
-block. A new seam is a module in one of the folders beside this file and a line in ``MODULES``.
+Patches are armed per upstream package: applied at once if the package is imported already, else at
+its import. A patch looks up the engine of each call, so a process may hold several engines, or one
+without a block. A new seam is a module in one of the folders next to this file, and a line in
+``MODULES``.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "torch.context_parallel",
     ),
 }
-#: packages whose name another upstream shares -> whether this process has the right one
+#: packages whose name another upstream also uses -> returns whether the right one is installed
 TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
 
-#: packages that a job may have without needing them: if their patches do not fit, UNFIT has the
-#: reason
+#: packages that a job may have without using them: if patches do not fit, UNFIT stores the reason
+#: instead of an error
 OPTIONAL = frozenset(
     {
         "transformer_engine.pytorch",
@@ -132,7 +133,7 @@ def covers(module: ModuleType) -> tuple[str, ...]:
 
 
 def arm() -> None:
-    """Apply the patches of every imported upstream package, the others at their import."""
+    """Apply the patches of imported upstream packages now, and those of others at their import."""
     ARMED.arm(MODULES)
 
 

@@ -33,20 +33,20 @@ def resume(
     """Resume from the newest whole checkpoint in a folder, on any number of ranks.
 
     Every rank calls it, once, before the first step. It restores weights, optimizer states and step
-    exactly, the sum of the residuals, the frozen parameters, and the verdicts of guard and
-    ``"when": "auto"``. It first converts DeepSpeed's checkpoints at ZeRO 1 to 3 if the number of
-    replicas or pipeline stages differs. It skips incomplete checkpoints, and prints a line; without
-    a complete one the job begins at step 0.
+    exactly, and also the sum of residuals over the ranks, the frozen parameters, and the verdicts
+    of guard and ``"when": "auto"``. It first converts DeepSpeed's checkpoints at ZeRO 1 to 3 if the
+    number of replicas or pipeline stages differs. It skips incomplete checkpoints, with a message;
+    without a complete one the job begins at step 0.
 
     Args:
         engine: an engine of DeepSpeed, a model under torch's or Megatron's DistributedDataParallel
             (a list of them with virtual pipeline stages), or the root of fully_shard.
-        folder: where the job saves its checkpoints, each into a folder whose name ends in a number,
-            or one of them.
+        folder: the folder where the job saves its checkpoints, each in a subfolder whose name ends
+            in a number; or one of these subfolders.
         optimizer, scheduler: the model's; omitted for DeepSpeed, whose engine has them.
-        sampler: the job's, to begin with the first sample that was not trained on.
-        lr: the learning rate if a step has other samples than in the checkpoint: times their ratio
-            ("linear"), times its root ("sqrt"), or the same ("keep").
+        sampler: the job's sampler, which continues at the first sample that was not trained on.
+        lr: how to scale the learning rate if the number of samples per step has changed: by the
+            ratio of new to old ("linear"), by its square root ("sqrt"), or not at all ("keep").
 
     Raises, on every rank and before anything changes: ConfigError if this job cannot continue from
     the checkpoint, CheckpointError if no checkpoint is whole or it belongs to another model.
@@ -69,7 +69,7 @@ def resume(
 
 
 def _adapter(engine: Any) -> tuple[Any, Any]:
-    """Return the module of an engine that finds and loads its checkpoints, and what it loads."""
+    """Return the module that loads checkpoints of this kind of engine, and what it loads into."""
     if "deepspeed" in packages_of(engine):
         from hybridcomp.patches.ds.checkpoint import replanned as of_deepspeed
 
@@ -89,7 +89,7 @@ def _adapter(engine: Any) -> tuple[Any, Any]:
 
 
 def _freeze_again(engine: Any) -> None:
-    """Freeze what was frozen in the checkpoint that was loaded."""
+    """Freeze the parameters that were frozen in the loaded checkpoint."""
     from hybridcomp.patches.torch.attach import channels_of_model
 
     channels = channels_of(engine) or channels_of_model(engine)

@@ -4,8 +4,8 @@ The seam is ``toytrain.gradients.average``, which is looked up in its module at 
 ``toytrain.step``, which also clips, writes its log and changes with every release.
 
 This is the template of a seam: docs/contributing/seam.md says how to make another one of it. Its
-four parts stand in the order that every seam has: why this symbol (above), the ``Seam``, the
-replacement, ``COVERS`` and ``PATCHES``.
+four parts stand in the order of every seam: the reason for this symbol (above), the ``Seam``, the
+replacement, then ``COVERS`` and ``PATCHES``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hybridcomp.patches.common.routes import Layers
 from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
-#: the symbol, the supported versions of the package, and the parameters of the symbol in them
+#: the symbol, its parameters, and the versions of the package in which it has these
 AVERAGE = Seam(
     requirement="toytrain >= 1.0, < 2.0",
     module="toytrain.gradients",
     qualname="average",
     parameters=("gradient", "group"),
 )
-#: the layers whose messages are sent: the dimension of their groups
+#: the layers whose messages are sent, and the dimension of their groups
 LAYERS = Layers(lambda group: "dp")
 
 

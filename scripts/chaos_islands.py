@@ -4,18 +4,19 @@
     python scripts/chaos_islands.py                      # 100 strikes, 10 to 20 minutes
     python scripts/chaos_islands.py --strikes 10 --seed 3
     python scripts/chaos_islands.py --preset streaming   # with fragments and delayed averages
-    python scripts/chaos_islands.py --strikes 1 --kinds away   # 4 islands, 3, 4
+    python scripts/chaos_islands.py --strikes 1 --kinds away   # 4 islands, then 3, then 4
 
-Each island is a process that trains (``fuzzing/island_job.py``). A strike ends it and restarts it,
-at once or after the others have met without it, or pauses it for longer or shorter than the others
-wait. At least two islands run undisturbed at any time. Checks:
+Each island is a process that trains (``fuzzing/island_job.py``). A strike kills the process and
+restarts it, at once or after the other islands have met without it, or stops the process for a
+longer or shorter time than the other islands wait for it. At least two islands run undisturbed at
+any time. Checks:
 
 * no meeting took longer than two time-outs plus the start of a process, and all islands ended,
 * islands at the same meeting have bit-identical averages after it,
 * an island missed a meeting only after a strike, and other islands lost no step,
-* the loss after the last meetings, of the averaged weights and of each island's weights, is at most
-  three standard deviations above the highest of undisturbed runs of as many meetings with other
-  seeds.
+* the mean loss after the last meetings, of the averaged weights and of each island's own weights,
+  exceeds the highest loss of undisturbed runs (other seeds, as many meetings) by at most three
+  standard deviations of these runs' losses.
 
 Prints the results as JSON; the exit status is 1 if a check failed.
 """
@@ -82,7 +83,7 @@ class Struck:
         self.back_at = time.monotonic() + seconds
 
     def settle(self) -> None:
-        """Resume a stopped process, or start another, when its time has come."""
+        """Resume the stopped process, or start a new one, once the strike's time is over."""
         if not self.back_at or time.monotonic() < self.back_at:
             return
         assert self.process.pid is not None
@@ -221,9 +222,9 @@ def judge(
 
 
 def own_losses(lives: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
-    """Return the mean loss of each island's weights after the last meetings of its last process."""
+    """Return each island's mean loss of its own weights in its last process' last meetings."""
     known = sorted((life for life in lives if life), key=lambda life: life[-1]["meeting"])
-    of = {life[-1]["island"].partition("#")[0]: life for life in known}  # its last life
+    of = {life[-1]["island"].partition("#")[0]: life for life in known}  # its last process
     return [statistics.mean(line["own"] for line in life[-LAST:]) for life in of.values()]
 
 

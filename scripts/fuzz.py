@@ -54,7 +54,7 @@ def fuzz_payloads(args: argparse.Namespace) -> int:
 
 
 def fuzz_bounds(args: argparse.Namespace) -> int:
-    """Check codecs, moved messages and sums with hostile values against their bounds."""
+    """Check codecs, messages and sums of messages against their bounds on hostile values."""
     result = bounds.hunt(args.values, args.seed, args.keep, say)
     for line in result.lines():
         say(line)

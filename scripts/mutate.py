@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Mutation testing: change one expression at a time and count how often the room's tests fail.
+"""Mutation testing: change one expression at a time and count how often the module's tests fail.
 
 mutate.py                        100 mutations of the files that the last commit changed
 mutate.py --since COMMIT         of the files that changed since COMMIT
 mutate.py hybridcomp/channels    of these files and folders, changed or not
 
 A mutation swaps a comparison or an operator, negates a condition, changes a constant, or removes a
-call whose result nobody uses. Its tests are those of the folder that mirrors the module's: first
-``test_MODULE.py``, then the files that name the module, then the others, up to the first failure.
-They run in a copy of the checkout, so the working tree never holds a mutation. Each survivor is
-printed with its line: a gap in the tests, or a change that makes no difference. A mutation whose
-tests reach ``--limit`` counts neither way. The exit status is 1 where fewer than ``--least`` of the
-others are killed, and 2 where a test fails without a mutation too.
+call whose result nobody uses. Its tests are in the folder of tests/ that mirrors the module: first
+``test_MODULE.py``, then the files that name the module, then all other files, up to the first
+failure. They run in a copy of the checkout, so the working tree never holds a mutation. Each
+survivor is printed with its line: a gap in the tests, or a change that makes no difference. A
+mutation whose tests reach ``--limit`` does not count. The exit status is 1 if the tests kill less
+than the share ``--least`` of the counted mutations, and 2 if a test fails without a mutation too.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def drawn(paths: Iterable[Path], count: int, seed: int, root: Path) -> list[Muta
 
 
 def tests_of(path: Path, root: Path) -> list[Path]:
-    """List the test files of a module's room, those most likely to fail first."""
+    """List the test files for a module, those most likely to fail first."""
     room = root / "tests" / Path(*path.parent.parts[path.parts[0] == "hybridcomp" :])
     while not (files := sorted(room.glob("**/test_*.py"))) and room != root:
         room = room.parent

@@ -217,7 +217,7 @@ def _plain(value: ast.expr) -> ast.expr:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Return by upstream its archives, and for each symbol its bindings with their versions."""
+    """Return for each upstream its archives, and each symbol's bindings with their versions."""
     found: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         known = identify(path)

@@ -1,8 +1,8 @@
 """Decide by a table of ``hybridcomp measure`` from the same machines instead of long trials.
 
 The table lies in the user's cache: seconds of messages of growing size, native and encoded. A run
-without verdicts of an earlier run (``remembered``) reads it. If it shows a clear difference, and
-short messages now take the seconds of the table, a dimension has its verdict without longer
+without verdicts of an earlier run (``remembered``) reads it. If it shows a clear difference for a
+dimension, and short messages timed now agree with it, the dimension has its verdict without longer
 messages and without compared steps. Otherwise the usual trial runs.
 """
 
@@ -40,9 +40,9 @@ class MeasuredRow:
         how: as in ``StepTraffic``.
         codec: ``spec`` of the codec.
         dtype: of the values, such as ``bf16``.
-        levels: 2 where nodes of several ranks sum or gather natively inside.
+        levels: 2 where ranks sum or gather natively inside nodes of several ranks; else 1.
         numels: values, as ``StepTraffic`` counts them, ascending.
-        native_s, coded_s: seconds for each of them.
+        native_s, coded_s: seconds of a message of each size in ``numels``.
     """
 
     how: str
@@ -56,7 +56,7 @@ class MeasuredRow:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """A table of ``hybridcomp measure``. hosts: of each rank. written: seconds since 1970."""
+    """A table of ``hybridcomp measure``: each rank's host, rows, time written (s since 1970)."""
 
     hosts: tuple[str, ...]
     rows: tuple[MeasuredRow, ...]
@@ -85,7 +85,7 @@ class MeasuredLinks:
 
 
 def _between(numels: Sequence[int], seconds: Sequence[float], numel: int) -> float:
-    """Interpolate between two sizes; behind the last, seconds grow with the size."""
+    """Interpolate between two sizes; beyond the largest, seconds are proportional to the size."""
     if numel >= numels[-1]:
         return seconds[-1] * numel / numels[-1]
     if numel <= numels[0]:
@@ -106,8 +106,8 @@ def path_of(device: torch.device, group: dist.ProcessGroup | None = None) -> Pat
 def recall(device: torch.device, group: dist.ProcessGroup | None) -> MeasuredLinks | None:
     """Return the table of these machines, the same on all ranks; a collective over the job.
 
-    None where there is none, it is older than ``remembered_file.DAYS``, or of other hosts, or where
-    messages go to a part of the job.
+    Returns None if there is no table, if it is older than ``remembered_file.DAYS`` or from other
+    hosts, or if the ``group`` of any rank lacks ranks of the job.
     """
     whole = dist.get_world_size(group) == dist.get_world_size()
     path = path_of(device, group) if dist.get_rank() == 0 and whole else None

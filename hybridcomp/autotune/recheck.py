@@ -7,11 +7,12 @@ is warm:
 1. ``REHEARSED`` steps run: one with all dimensions native, one with all encoded. They allocate the
    buffers and residuals of both modes, and are not counted;
 2. a round of ``CELLS`` steps runs, in which up to three dimensions take every combination of modes;
-3. the seconds of the slowest rank count, so all ranks decide alike. A dimension changes its mode if
-the other mode was faster in every pair of steps that differ only in it, and stays if it was faster
-in none. If that is unclear for any dimension, a second round follows, in which one pair of eight
-may disagree. A change back to native needs less: a gain of ``BACK``, and the median of both rounds.
-Otherwise two dimensions that each cost two per cent would stay encoded.
+3. the seconds of the slowest rank count, so all ranks decide alike. Steps are compared in pairs
+that differ only in one dimension. A dimension changes its mode if the other mode was faster in
+every pair and by ``GAIN`` in the median, and stays if the median gain is below half of that. If a
+dimension is in between, a second round follows, in which one pair of eight may disagree. A change
+back to native needs only a gain of ``BACK``, and after the second round only in the median:
+otherwise two dimensions that each cost two per cent would stay encoded.
 
 If the other mode loses clearly (``SURELY``) in every pair of the first steps, the comparison ends
 there, after two or three steps in the slower mode.
@@ -37,11 +38,11 @@ REHEARSED = 2
 #: maximum dimensions of a comparison; a round has every combination of their modes
 MOST = 3
 CELLS = 1 << MOST
-#: share of a step that must be saved for a change to encoding, and for one back to native
+#: fraction of a step's time that a change of mode must save: to encoding, and back to native
 GAIN, BACK = 0.03, 0.01
 ROUNDS = 2
-#: share of a step that the other mode must lose to end early after a single pair; with n pairs, an
-#: n-th of it in each
+#: fraction of a step's time by which the other mode must be slower in the first pair to end the
+#: comparison there; after n pairs, 1/n of this in every pair
 SURELY = 0.3
 
 
@@ -104,7 +105,7 @@ class StepClock:
 
 
 class Recheck(StepClock):
-    """Compare an engine's steps: its dimensions, its first step, and its clock."""
+    """A comparison of an engine's steps: compared dimensions, first step, and clock."""
 
     def __init__(self, names: Sequence[Dimension], first: int) -> None:
         assert 0 < len(names) <= MOST
@@ -126,7 +127,7 @@ class Recheck(StepClock):
         return self.first + REHEARSED + ROUNDS * CELLS - 1
 
     def coded(self, name: Dimension, step: int) -> bool | None:
-        """Return whether ``name`` is encoded in ``step``; None if it does not decide."""
+        """Return whether ``name`` is encoded in ``step``; None outside of the comparison."""
         if name not in self.names or not self.covers(step):
             return None
         turn = step - self.first
@@ -153,7 +154,7 @@ class Recheck(StepClock):
     def judge(
         self, pays: Mapping[Dimension, bool], device: torch.device
     ) -> dict[Dimension, StepComparison] | None:
-        """Decide at ``stop``; a collective over the job. None: another round is needed.
+        """Decide at ``stop``; return None if another round is needed. A collective over the job.
 
         ``pays``: whether each dimension is encoded now.
         """

@@ -2,8 +2,8 @@
 
 Such a run sends no trial messages and spends no steps in native mode on comparisons:
 
-1. ``recall`` replaces each trial: every rank states its messages and their links, rank 0 also the
-   contents of the job's file. All ranks adopt a verdict on the same messages;
+1. ``recall`` replaces each trial: every rank sends all ranks a hash of its messages and links, rank
+   0 also the contents of the job's file. All ranks adopt the verdicts whose saved hash is equal;
 2. ``check`` times the first warm steps of the run. If they are faster or slower than in the run
    that found the verdicts, steps are compared as after a close trial;
 3. rank 0 writes new measurements, with the seconds of the steps.
@@ -99,7 +99,7 @@ class Remembered:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> dict[str, Any]:
-        """Return this rank's statement: its messages and groups, and on rank 0 the file read."""
+        """Return this rank's statement: hashes of its messages; on rank 0 also the file."""
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         where = transport(device, group)
         sent = {name: hashed([where, len(ranks), ranks[0], row]) for name, row in messages.items()}

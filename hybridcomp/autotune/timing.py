@@ -28,7 +28,7 @@ SIZES = (1 << 19, 1 << 21, 1 << 23)
 REPEATS = 1, 4
 #: the same bounds for messages of layers and stages, which are short; their median counts
 REPEATS_SEEN = 2, 8
-#: fp32 values written before each: 64 MB, more than the caches of most processors and GPUs hold
+#: fp32 values written before each timed run of such messages: 64 MB, more than most caches hold
 WORK_NUMEL = 1 << 24
 #: seconds that the trials of a dimension should take; on a slow link small messages suffice
 BUDGET_S = 1.0
@@ -36,8 +36,8 @@ BUDGET_S = 1.0
 FIRST_LOOK = 0.1
 #: factor by which encoded messages must be faster: the codec takes cores that the model needs
 MARGIN = 1.1
-#: if a small message is this many times faster encoded, larger ones are not tried: per byte the
-#: link costs as much and the codec less
+#: if a small message is this many times as fast encoded as native, larger ones are not tried: per
+#: byte, the link takes as long for a larger message and the codec less
 SURE = 3.0
 
 
@@ -93,10 +93,10 @@ def confirm(
     itemsize: int,
     device: torch.device,
 ) -> Decision | None:
-    """Decide by a table of measured messages if short messages confirm it; None: run a trial.
+    """Return the verdict by a table if timed short messages confirm the table; None: run a trial.
 
-    A collective over the job. ``seconds``: those of messages by the table, native and encoded, the
-    same on all ranks.
+    A collective over the job. ``seconds``: returns the native and encoded seconds of messages by
+    the table, the same on all ranks; None: not in the table.
     """
     short = replace(sent, numels=(max(1, min(SIZES[0], max(sent.numels))),))
     by_table, whole = seconds(short), seconds(sent)
@@ -170,7 +170,7 @@ def _race(
     """Time both variants in turns: seconds ``[repeats, 2]`` of the slowest rank, equal on all.
 
     ``before``: runs untimed before each variant; by default all ranks wait for each other, so that
-    none begins a message that another has failed to prepare.
+    no rank begins a message that another rank failed to prepare.
     """
     rows = torch.zeros(repeats, len(runs), dtype=torch.float64)
     for row in rows:

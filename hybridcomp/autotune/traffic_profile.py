@@ -40,7 +40,7 @@ class Kind:
 
     @property
     def stated(self) -> str:
-        """Return a sort key that is equal on all ranks of the kind."""
+        """Return a description, equal on all ranks of the kind, by which ranks also sort kinds."""
         how = [self.ranks, self.is_send, self.direction, str(self.dtype), self.numel]
         return json.dumps([*how, self.codec.spec])
 
@@ -50,9 +50,9 @@ class SeenMessages(NamedTuple):
 
     Attributes:
         plan: messages of this rank.
-        nbytes: bytes of the largest message in the job; 0: there are messages, but ranks agree on
-            none.
-        stated: descriptions of the messages of all ranks.
+        nbytes: bytes of the largest message in the job; 0: no message was counted by all ranks that
+            take part in it.
+        stated: descriptions of all messages in the job that will be timed.
     """
 
     plan: list[PlannedMessage]
@@ -93,7 +93,7 @@ class TrafficProfile:
         self.counts[dimension][kind] += 1
 
     def is_due(self) -> bool:
-        """Return whether to plan after this step: ever less often, as there may be no messages."""
+        """Return whether to plan after this step (1, 2, 4, 8, ...): there may be no messages."""
         self._steps += 1
         return self._steps & (self._steps - 1) == 0
 
@@ -139,10 +139,9 @@ def _heaviest(counts: Counter[Kind]) -> list[Kind]:
 
 
 def _common(rows: list[dict[str, list[int]]]) -> dict[str, int]:
-    """Return the bytes of the kinds that were stated by all their ranks.
+    """Return the bytes of each kind that all ranks taking part in it have counted.
 
-    ``rows``: for each rank a dict from statement to the number of participating ranks and the
-    bytes.
+    ``rows``: for each rank, ``{Kind.stated: [number of ranks that take part, bytes]}``.
     """
     counts = Counter(stated for row in rows for stated in row)
     every = {stated: figures for row in rows for stated, figures in row.items()}

@@ -57,10 +57,11 @@ class StepTraffic:
 
     Attributes:
         numels: values of each message: per rank for a sum, of all ranks together for a gather.
-        how: sums for all ranks; sums of which a rank needs its share of the step (ZeRO 1 and 2, in
-            upstream an all-reduce) or of the message (ZeRO 3); or gathers.
-        together: all messages are posted before the first is waited for.
-        copied: gathers of deltas keep a copy of this rank's share.
+        how: "sum": every rank gets the sums; "own": a rank gets its share of all sums of the step
+            (ZeRO 1 and 2, upstream an all-reduce); "scatter": its share of each sum (ZeRO 3); or
+            "gather".
+        together: whether all messages are posted before the first is waited for.
+        copied: whether gathers of deltas keep a copy of this rank's share.
     """
 
     numels: tuple[int, ...]
@@ -85,7 +86,7 @@ class StepTraffic:
 
 
 class _Step:
-    """Values of a trial: constant, or for step codecs alternating by a typical step."""
+    """Values of a trial: constant, or for step codecs two versions in turn, one step apart."""
 
     def __init__(self, values: torch.Tensor, codec: Codec) -> None:
         self._codec, self._values = codec, values
@@ -155,9 +156,9 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[StepTraffic], tuple[Ru
 def agree_on(
     sent: StepTraffic | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> bool:
-    """Return whether all ranks know their messages, equal within each ``group``; a collective.
+    """Return whether every rank knows its messages, and all ranks of each ``group`` know the same.
 
-    Over the job: ranks with different messages would wait for each other forever.
+    A collective over the job; ranks with different messages would wait for each other forever.
     """
     facts = [0, 0, 0] if sent is None else [len(sent.numels), sent.numel, hash(sent.numels)]
     least = torch.tensor([*facts, *(-number for number in facts)], device=device)
@@ -175,8 +176,8 @@ def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[Run, Run]:
     """Build a trial of several messages of layers or stages, one after the other.
 
-    ``planned``: the messages of this rank, in one order on all ranks, so that they cannot deadlock;
-    if it is empty the functions do nothing.
+    ``planned``: the messages of this rank, in one order on all ranks, so that no ranks deadlock; if
+    it is empty the functions do nothing.
     """
     values = [_values(plan.numel, plan.dtype, device) for plan in planned]
     groups = [Group.of(plan.group) for plan in planned]

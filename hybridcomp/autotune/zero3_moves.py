@@ -6,7 +6,7 @@ DeepSpeed (0.19.8, ``PartitionedParameterCoordinator``) follows a trace of modul
 2. The trace position moves past the module's entries, unless a prefetch has already passed them.
 3. The next entries are prefetched, up to ``min(live - available, prefetch)`` elements, a limit that
    the last of them may exceed.
-4. After a module its parameters are released, except those for a later use that a prefetch has
+4. After a module its parameters are released, except those whose later use a prefetch has already
    passed, those that a running module uses, and those used again within ``reuse`` elements.
 
 A transformer's trace is a palindrome, for which keeping the most recently used parameters is
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-#: factor by which a longer prefetch may exceed the fewest gathers, since it hides their time
+#: factor by which gathers may exceed the minimum if the prefetch is longer, which hides their time
 SLACK = 1.01
-#: settings of reuse and prefetch to try, as shares of the trace and of the model
+#: settings to try: reuse as fractions of the trace, prefetch as fractions of the model
 REUSE = tuple(k / 40 for k in range(41))
 PREFETCH = (0.0, 0.0125, 0.025, 0.05, 0.1, 0.2)
 #: for traces with more moments than this only every fourth setting of reuse is tried
@@ -46,7 +46,7 @@ class Knobs(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Elements gathered in a pass, and the peak; persistent parameters excluded."""
+    """Elements gathered, and the most held at once; persistent parameters excluded."""
 
     gathered: int
     peak: int
@@ -71,8 +71,9 @@ class Trace:
         persistent: parameters that are never released.
         external: parameters that are released only by the optimizer's step.
         leaves: modules that are gathered together with all modules inside them.
-        shallow, deep: parameters of each module without and with inner modules; None: as ``uses``.
-            DeepSpeed looks for later uses at the depth at which the released module was gathered.
+        shallow, deep: parameters of each module without and with those of its inner modules; None:
+            equal to ``uses``. DeepSpeed looks for later uses at the depth at which the released
+            module was gathered.
     """
 
     events: tuple[Event, ...]
@@ -91,14 +92,14 @@ class Trace:
 
     @property
     def depths(self) -> tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]:
-        """Return the parameters of each module as non-leaf and as leaf modules look for them."""
+        """Return the parameters of each module for lookups by non-leaf and by leaf modules."""
         return self.shallow or self.uses, self.deep or self.uses
 
     @cached_property
     def distances(self) -> list[tuple[tuple[int, float], ...]]:
-        """Return the elements to the next use of each parameter of a module that ends, by event."""
+        """Return by event that ends a module: its parameters, with elements to their next use."""
         by_event: list[tuple[tuple[int, float], ...]] = []
-        # by depth: elements of the trace, from its end on, and where a parameter is used next
+        # by depth: position in the trace, counted back from its end, and each parameter's next use
         places = [0, 0]
         later: tuple[dict[int, int], ...] = ({}, {})
         for event in reversed(self.events):
@@ -133,8 +134,9 @@ class _Pass:
     """State of DeepSpeed's coordinator within a pass; lists are by parameter.
 
     Attributes:
-        there: whether it is gathered. passed: its last use that the queue returned.
-        running: the running modules that use it.
+        there: whether a parameter is gathered.
+        passed: moment of a parameter's last use that was taken from the queue; -1: none.
+        running: the running modules that use a parameter.
         backward: modules whose backward pass is running.
     """
 
@@ -211,7 +213,8 @@ def simulate(
 ) -> Moves:
     """Simulate the gathers of ``passes`` micro-batches of a step, from an empty device on.
 
-    ``within``: limits of the total and of the peak; stop and return the counts beyond them.
+    ``within``: limits of gathered elements and of the peak; the simulation stops when one is
+    exceeded, and returns the counts up to there.
     """
     there = [place in trace.persistent for place in range(len(trace.sizes))]
     gathered = peak = 0
@@ -232,8 +235,9 @@ def simulate(
 def fewest(trace: Trace, limit: int) -> int | None:
     """Return a lower bound on gathered elements in a pass; None: a module is too large.
 
-    It is Belady's: parameters whose next use is furthest are evicted first, the last only in
-    part, so that unequal sizes cost nothing. ``limit``: most elements at once, none persistent.
+    The bound is Belady's: parameters whose next use is furthest are evicted first, the last of them
+    only in part, so that unequal sizes cost nothing. ``limit``: most elements held at once, without
+    persistent parameters.
     """
     held: dict[int, int] = {}
     total = filled = 0
@@ -256,7 +260,7 @@ def fewest(trace: Trace, limit: int) -> int | None:
 
 
 def _following(order: Sequence[tuple[int, ...]]) -> list[dict[int, int]]:
-    """Return by moment when its parameters are used again; behind the last if they are not."""
+    """Return by moment ``{parameter: moment of its next use}``; ``len(order)`` if there is none."""
     later: dict[int, int] = {}
     uses = []
     for moment in reversed(range(len(order))):
@@ -296,8 +300,8 @@ def choose(trace: Trace, limit: int, passes: int = 1) -> GatherChoice | None:
 def _settings(trace: Trace, limit: int) -> Iterator[Knobs]:
     """Yield settings to try, those that keep most first.
 
-    Reuse distances lie on a grid, which is finer around the largest that fits without prefetch. Of
-    several between the distances of two uses it yields one.
+    Reuse distances lie on a grid, which is finer around the largest that fits without prefetch.
+    Grid points with no distance of a use between them act alike: one of them is yielded.
     """
     known = sorted({distance for row in trace.distances for _, distance in row} - {math.inf})
     step, begun = 4 if len(trace.order) > LONG else 1, [e.module for e in trace.events if e.fetches]

@@ -85,8 +85,8 @@ class Message(ABC, Generic[R]):
     def nbytes_among(self, size: int, ranks: int) -> int:
         """Return the bytes that this rank would send natively in a group of ``ranks`` ranks.
 
-        This is the group of the same job without islands; the ``size`` ranks here sum or gather the
-        same values.
+        A job without islands would have this group; in this job its ``size`` ranks sum or gather
+        the same values.
         """
         return self.native_nbytes(ranks)
 
@@ -207,7 +207,8 @@ class Channel:
         return native()
 
     def _count_spared(self, message: Message[Any]) -> None:
-        """Record in ``sync`` the bytes that native would send for this message to other islands."""
+        """Record in ``sync`` the further bytes that native would send for this message if the job
+        had no islands."""
         islands = self.state.islands
         if self.dimension in MEASURED_EARLY:
             size = self.group(message.group).size

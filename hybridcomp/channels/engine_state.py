@@ -60,7 +60,7 @@ class EngineState:
         messages: messages of dp and zero in a step by group and dtype, as far as the seams know
             them; for ``memory_use``.
         share: number of this rank's parameters divided by its replicas; 0: unknown.
-        replicas: ranks over which gradients of these weights are averaged, once it is known.
+        replicas: number of ranks that average the gradients of this rank's weights, once known.
         nodes: the nodes of the job under ``hierarchy``, once its groups are known.
         numels: elements of each parameter, by the name that its residuals have; empty: not known.
         frozen_numels: numbers of values that no optimizer changes, by dtype and by whether they are

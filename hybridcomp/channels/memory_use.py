@@ -71,7 +71,7 @@ def feedback_nbytes(state: EngineState) -> int:
 
 
 def memory_of(state: EngineState) -> list[MemoryItem]:
-    """Return the memory that the channels and followers of ``state`` take on this rank.
+    """Return the memory that channels, frozen weights, islands and publishing take on this rank.
 
     A dimension that was measured to be faster native takes nothing.
     """

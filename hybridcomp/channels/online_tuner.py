@@ -65,10 +65,10 @@ class OnlineTuner:
     ) -> list[str]:
         """Time dp and zero, as far as they have ``when: auto``, encoded and native; a collective.
 
-        Call it after ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
-        ``dtype``. ``sent``: messages of a step, if known. ``only``: measure just these dimensions,
-        if the others have another group or dtype. Returns messages for the user, the same on all
-        ranks. Raises ConfigError if codecs cannot run on ``device``.
+        Call it after ``place``. ``group``: the ranks with this rank's parameters, which are
+        ``numel`` values of ``dtype``. ``sent``: messages of a step, if known. ``only``: measure
+        just these dimensions, if dp and zero differ in group or dtype. Returns messages for the
+        user, the same on all ranks. Raises ConfigError if codecs cannot run on ``device``.
         """
         state = self._state
         state.is_weighed = True
@@ -133,8 +133,8 @@ class OnlineTuner:
     ) -> list[Dimension]:
         """Run the trials of each of ``names`` (dp, zero) and keep its verdict; a collective.
 
-        ``links``: what ``hybridcomp measure`` found here, which short trials may confirm. Returns
-        the names whose verdicts are its.
+        ``links``: the table of ``hybridcomp measure`` for these machines, if there is one. Returns
+        the names whose verdict comes from the table, after short trials have confirmed it.
         """
         state, dtype, device = self._state, place.dtype, place.device
         levels, confirmed = 1 if place.group.levels is None else 2, []

@@ -31,7 +31,7 @@ class VariableCodec(Codec):
         """Settings of the codec, the first arguments of its kernels."""
 
     def _settings_for(self, numel: int) -> tuple[float, ...]:
-        """Arguments of the kernels for a message of ``numel`` values, after the settings."""
+        """Settings, then further arguments that depend on ``numel``, the values of a message."""
         return self._settings
 
     @property

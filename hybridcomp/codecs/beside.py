@@ -1,11 +1,11 @@
 """Encode fp32 master weights relative to their bf16 parameters: only the missing bits.
 
-A bf16 parameter is its rounded fp32 master, so a reader that has it lacks only the lower 16 bits,
-and whether rounding carried into the upper 16: it did if the lower half is above the middle. If the
-lower half is exactly the middle, the parameter is the even neighbour and the carry is unknown; for
-carries there, and for some NaNs, the upper half is stored as well. The payload: values beyond the
-end of the parameters, unchanged; positions of stored upper halves (int32); lower halves (int16);
-upper halves (int16).
+A bf16 parameter is its rounded fp32 master. A reader that has the parameter lacks only the master's
+lower 16 bits, and whether rounding carried into the upper 16: it did if the lower half is above the
+middle. If the lower half is exactly the middle, rounding went to the even neighbour and may have
+carried: where it did, and for some NaNs, the upper half is stored as well. The payload: values
+beyond the end of the parameters, unchanged; positions of stored upper halves (int32); lower halves
+(int16); upper halves (int16).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def decode_beside(payload: Tensor, half: Tensor, out: Tensor) -> None:
 
 
 def _parts(payload: Tensor, rest: int, exceptions: int, count: int) -> tuple[Tensor, Tensor]:
-    """Split a payload into its four parts, of 4 and of 2 bytes a value."""
+    """Split a payload into its values of 4 bytes (rest, positions) and of 2 bytes (halves)."""
     end = 4 * (rest + exceptions)
     assert payload.numel() == end + LOW * (count + exceptions), "checked by the footer"
     return payload[:end].view(torch.int32), payload[end:].view(torch.int16)
@@ -72,6 +72,6 @@ def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _upper(low: Tensor, half: Tensor) -> Tensor:
-    """Return the upper halves of the values that were rounded to ``half``, except in the middle."""
+    """Return the upper halves of the masters of ``half``, assuming no carry from the middle."""
     carried = (low < 0) & (low != MIDDLE)
     return half.view(torch.int16) - carried.to(torch.int16)

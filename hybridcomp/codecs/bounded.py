@@ -79,8 +79,8 @@ class Bounded(Codec):
         family: "auto", "radix" or a codec with a ``ladder``, of which the cheapest setting that
             keeps the bound is taken. Where none keeps it, messages are lossless.
         fixed: a setting of a fixed-size codec to use; where it does not keep the bound, lossless.
-        inner: fp32 additions in every encoded value.
-        rounding: relative cost of rounding the result afterwards.
+        inner: number of fp32 additions by which every encoded value was computed.
+        rounding: relative error that rounding the result afterwards adds.
 
     Raises:
         CodecError: an argument is out of range, or the family never keeps such a bound.

@@ -14,13 +14,14 @@ keeps the promise. Both hops get equal shares, because a hop costs log2(1 / e) b
 carry equally many values. With an absolute bound E errors add up: k encoded summands keep E / k in
 one hop, and E / 2k and E / 2 in two.
 
-A fixed-size codec keeps its error in fp32, and a message that is moved is rounded to its own dtype
-after that. Relative to the value that costs u, but fp16 values below 2^-14 lie on a grid of 2^-24,
-of which half a step is up to the whole error of the codec. It is never more: the sent value lies on
-the grid itself, so the grid point nearest to the decoded value is no further from it than the sent
-value is. Twice the codec's error bounds both, and a moved message of fp16 gets half of the bound
-(without, fuzzing showed errors of up to 1.56 times the bounds 0.1, 0.02 and 0.006 in segments with
-an absmax below 1e-5). Subnormals of bf16 and fp32 lie below FLOOR.
+A fixed-size codec bounds its error in fp32; a message that is only moved is then rounded to its own
+dtype. Rounding adds an error of u relative to the value, but fp16 values below 2^-14 lie on a grid
+of 2^-24, and half a step of the grid may be as much as the codec's error. It is never more: the
+sent value is a grid point, so the grid point nearest to the decoded value is no further from it
+than the sent value. So the two errors add up to at most twice the codec's, and the codec of a moved
+fp16 message gets half of the bound (with all of it, fuzzing showed errors of up to 1.56 times the
+bounds 0.1, 0.02 and 0.006 in segments with an absmax below 1e-5). Subnormals of bf16 and fp32 lie
+below FLOOR.
 
 Both hops have the same segments, or the first inequality would not hold; so a message with owners
 is also cut where the owner changes. Source of g: Higham, Accuracy and Stability
@@ -71,13 +72,13 @@ def shares(
 def of_moved(share: float, bound: float, dtype: torch.dtype) -> float:
     """Return the error that a fixed-size codec may add to a ``dtype`` message that is only moved.
 
-    ``share``: the error that ``bound`` permits beside the relative rounding of ``dtype``.
+    ``share``: the error that ``bound`` leaves for the codec besides relative rounding to ``dtype``.
     """
     return min(share, bound / 2) if dtype == torch.float16 else share
 
 
 def worst_ratio(codec: Codec, dtype: torch.dtype, smallest: float) -> float:
-    """Return the largest error of an element over its segment's absmax, from ``smallest`` on.
+    """Return the largest ratio of an element's error to its segment's absmax (>= ``smallest``).
 
     Bounds of elements are constant below some absmax and grow linearly above it, so the ends of the
     range are the worst cases.

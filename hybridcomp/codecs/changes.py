@@ -18,7 +18,10 @@ class ChangeKernels(Protocol):
     def compare(
         self, values: int, old: int, numel: int, mask: int, threads: int, /
     ) -> tuple[int, bytes]:
-        """Return how many values differ, and the checksum of ``values``; 0: fill no ``mask``."""
+        """Return how many values differ, and the checksum of ``values``.
+
+        Marks the differing positions in ``mask``; address 0 stands for no mask.
+        """
 
     def pick(self, values: int, mask: int, numel: int, out: int, /) -> int:
         """Copy the values selected by ``mask`` to ``out`` without gaps; return their number."""

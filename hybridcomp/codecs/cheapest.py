@@ -10,18 +10,18 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.budget import FLOOR, ROUNDING, Mode, of_moved, shares, worst_ratio
 from hybridcomp.codecs.registry import ANY_BOUND, AUTO, LOSSLESS, SMALL, ladder_of
 
-#: error of one encoding below which expcode needs fewer bits than radix, from 2^20 Gaussian values:
-#: fp32 27.2 bits, where radix takes 21 at 5e-7 and keeps blocks raw from 2.4e-7 down; bf16 11.2,
-#: radix 11.1 at 5e-4; fp16 14.2, radix 13.5 at 1e-4
+#: error of one encoding below which expcode needs fewer bits than radix. Bits a value, measured on
+#: 2^20 Gaussian values: fp32: expcode 27.2, radix 21 at 5e-7, raw blocks at 2.4e-7 and below;
+#: bf16: expcode 11.2, radix 11.1 at 5e-4; fp16: expcode 14.2, radix 13.5 at 1e-4
 LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
     torch.float32: 3e-7,
     torch.bfloat16: 4.5e-4,
     torch.float16: 7e-5,
 }
 #: elements of a message below which the exchange of sizes costs more than radix saves over
-#: blockint: 1 bit a value, so 32 KiB, against at least 0.1 ms for one more small message on gloo
-#: over loopback; the two are equal at 2.6 Gbit/s. Not measured on a GPU, where the host waits for
-#: the sizes as well: ``scripts/benchmarks/bench_gpu.py`` prints the value for one
+#: blockint. Radix saves 1 bit a value, here 32 KiB; the exchange is one more small message, at
+#: least 0.1 ms on gloo over loopback: costs break even at 2.6 Gbit/s. Not measured on a GPU, where
+#: the host also waits for the sizes; ``scripts/benchmarks/bench_gpu.py`` prints a GPU's value
 SMALL_NUMEL = 1 << 18
 
 
@@ -33,10 +33,11 @@ def cheapest(
     error: float,
     dtype: torch.dtype,
 ) -> Codec:
-    """Find the cheapest codec that keeps ``error`` for one encoding of segments of ``segment``.
+    """Find the cheapest codec whose error in one encoding is at most ``error``.
 
     Args:
-        ladder: the settings of a fixed-size ``family``, the cheapest first; empty for others.
+        ladder: codecs of a fixed-size ``family``, cheapest first; empty for other families.
+        segment: values that share an error bound.
         dtype: dtype of the result.
     """
     if ladder:
@@ -51,7 +52,8 @@ def cheapest(
 def cheapest_for_fp16(error_bound: float, segment: int) -> Codec | None:
     """Find the blockint with the fewest bits that keeps a bound for all fp16 messages.
 
-    ``error_bound`` is relative to segments of ``segment`` values; None where no setting keeps it.
+    ``error_bound`` is relative to the absmax of each segment of ``segment`` values. Returns None
+    if no number of bits keeps it.
     """
     smallest = 2.0**-24
     two_hops = shares(error_bound, "rel", 2, 64, 66, ROUNDING[torch.float16])[0]

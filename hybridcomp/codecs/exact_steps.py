@@ -1,7 +1,7 @@
 """stepcode for parameter gathers: ``StepCode`` as a codec that a block may name under ``zero``.
 
-The weights of the last gather are the reference. Every rank holds them: receivers in the buffer
-that they decode into, the sender in the copy of its own share that
+The weights of the last gather are the reference. Receivers hold them in the buffer into which they
+decode; the sender holds those of its own shard in a copy that
 ``channels/messages/parameter_deltas.py`` keeps.
 """
 
@@ -18,16 +18,17 @@ from hybridcomp.codecs.varying_pieces import PieceKernel, varying_pieces
 
 #: integers as wide as the values
 _INTEGERS = torch.int16
-#: share of weights that ``typical_steps`` moves, as a learning rate of 1e-4 does (docs/codecs.md)
+#: fraction of the weights that ``typical_steps`` changes, as at a learning rate of 1e-4
+#: (docs/codecs.md)
 MOVED = 0.4
 
 _STEPS = StepCode()
 
 
 class ExactSteps(ExpCode):
-    """Lossless for bf16 and fp16, variable size: encodes steps from values that the receivers hold.
+    """Encode bf16 or fp16 values as steps from a reference; lossless, variable size.
 
-    Without such values (``against`` was not called) its payloads are those of ``expcode``.
+    Without a reference (``against`` was not called) the payloads are those of ``expcode``.
     """
 
     name: ClassVar[str] = "stepcode"
@@ -37,7 +38,8 @@ class ExactSteps(ExpCode):
     )
     remark: ClassVar[str] = ""
     references: ClassVar[bool] = True
-    #: learning a model takes 1.5 ms of a core, as long as coding a million values
+    #: factor on the length of rounds: each round learns a model, which takes one core 1.5 ms, as
+    #: long as coding a million values
     round_scale: ClassVar[int] = 4
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class ExactSteps(ExpCode):
         return varying_pieces(_STEPS.kernels.on(device), device, (), True, self._held)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Decode into ``out``; after ``against`` it holds the reference and is updated in place."""
+        """Decode into ``out``; after ``against``, ``out`` holds the reference before the call."""
         if self._held is None:
             super().decode(payload, out)
         else:
@@ -92,9 +94,10 @@ class ExactSteps(ExpCode):
 
 
 def typical_steps(values: Tensor, seed: int = 0) -> Tensor:
-    """Return ``values`` (1-D, bf16 or fp16) after a step that changes some by one last place.
+    """Return a copy of ``values`` (1-D, bf16 or fp16) with some changed by one last-place unit.
 
-    A new tensor, for timing; equal on every device for one seed.
+    It imitates an optimizer step, for timing; the same ``seed`` gives the same values on every
+    device.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(values.numel(), generator=generator)

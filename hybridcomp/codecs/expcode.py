@@ -19,7 +19,7 @@ HEADER, TILE_HEADER = 32, 4
 
 
 def _largest_tile(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest tile, as in kernels/cpu: full-width codes, and a mask."""
+    """Return the most bytes of a tile, as in kernels/cpu: codes of full width and a mask."""
     blocks = -(-numel // BLOCK)
     return -(-(TILE_HEADER + -(-blocks // 8) + blocks * BLOCK * dtype.itemsize) // 4) * 4
 
@@ -27,8 +27,7 @@ def _largest_tile(numel: int, dtype: torch.dtype) -> int:
 class ExpCode(LosslessCodec):
     """Lossless, variable size: about 11.2 bits a value on bf16, 14.2 on fp16, 27.2 on fp32.
 
-    Blocks of 32 zeros cost a bit. Incompressible values take a tenth of a bit more each than
-    unencoded.
+    A block of 32 zeros costs one bit. An incompressible value takes 0.1 bit more than unencoded.
     """
 
     name: ClassVar[str] = "expcode"

@@ -1,7 +1,7 @@
-"""Interfaces of kernels that process several tensors in one launch, where a back end has them.
+"""Interfaces of optional kernels that process several tensors in one launch.
 
-With a ``residual`` (as long as ``values``), ``encode`` sends ``values + residual``, and the
-residual becomes the error of the encoding, 0 where that is not finite.
+With a ``residual`` (as long as ``values``), ``encode`` encodes ``values + residual`` and then
+writes the encoding error to the residual, or 0 where the error is not finite.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ NO_CHUNK = -1
 class CollectiveKernel(Protocol):
     """Kernels that take all chunks of a reduction at once; payloads are those of the codec.
 
-    Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; their payloads, leaving out chunk
+    Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``. Payloads of the chunks, without chunk
     ``skip`` if there is one, lie ``slot`` bytes apart, the payload size of a whole chunk. Residuals
-    are fp32 or of fewer bits. In the latter case both have equally many bits, and in ``encode`` the
-    residual of chunk c begins at value ``c * n``, n being ``chunk`` rounded up to a multiple of 32.
+    are fp32 or low-bit. If low-bit, ``residual`` and ``owner_residual`` have equally many bits, and
+    in ``encode`` the residual of chunk c begins at value ``c * n``, where n is ``chunk`` rounded up
+    to a multiple of 32.
     """
 
     def encode(
@@ -41,7 +42,7 @@ class CollectiveKernel(Protocol):
         out: Tensor,
         residual: Kept | None = None,
     ) -> None:
-        """Encode every chunk but ``skip``, whose residual stays, into ``out``."""
+        """Encode every chunk but ``skip`` into ``out``; the residual of ``skip`` stays as it is."""
 
     def reduce(
         self,
@@ -53,11 +54,11 @@ class CollectiveKernel(Protocol):
         residual: Kept | None = None,
         owner_residual: Kept | None = None,
     ) -> None:
-        """Encode the fp32 sum, in rank order, of ``own`` (exact) and the others' ``payloads``.
+        """Add ``own`` (exact) and the other ranks' ``payloads`` in fp32 and rank order; encode.
 
-        A 16-bit result that would overflow becomes Inf in the sum, as natively. ``residual`` (as
-        long as ``own``) is added to ``own`` and becomes 0. The sum starts from
-        ``owner_residual``, which becomes its error after decoding to the dtype of ``own``.
+        A sum that would overflow a 16-bit result becomes Inf, as natively. ``residual`` (as long as
+        ``own``) is added to ``own`` and becomes 0. The sum starts from ``owner_residual``, which
+        becomes the error of the encoded sum after decoding to the dtype of ``own``.
         """
 
     def sum(
@@ -72,7 +73,7 @@ class CollectiveKernel(Protocol):
     ) -> None:
         """Sum in fp32 and rank order into ``out``; ``own`` and ``residual`` as in ``reduce``.
 
-        ``begin`` (fp32, as long as ``out``, or ``out`` itself): initial value of the sum.
+        ``begin``: start values of the sum, fp32: a tensor as long as ``out``, or ``out`` itself.
         """
 
     def decode(
@@ -93,23 +94,23 @@ class MultiTensorKernel(Protocol):
         out: Sequence[Tensor],
         residuals: Sequence[Kept] | None = None,
     ) -> None:
-        """Encode each of ``values`` into its ``out``."""
+        """Encode ``values[i]`` into ``out[i]`` for every i."""
 
     def decode(
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
     ) -> None:
-        """Decode each of ``payloads`` into its ``out``; ``add``: add to ``out``, in fp32."""
+        """Decode ``payloads[i]`` into ``out[i]``, or with ``add`` add it there in fp32."""
 
 
 class PlannedKernel(Protocol):
     """Kernels that process any number of slices of one tensor in one launch.
 
-    Payloads are the codec's. A table is made once; a launch takes tensors at any address. They must
-    satisfy the codec's ``encode`` and ``decode`` and are not checked again.
+    Payloads are the codec's. A table of slices is made once; a launch applies it to tensors at any
+    address. Tensors must satisfy the codec's ``encode`` and ``decode``; they are not checked again.
     """
 
     def table(self, stretches: Sequence[PlannedStretch], *, sums: bool = False) -> StretchTable:
-        """Return the table of ``stretches``. ``sums``: for ``sum``."""
+        """Return the table of ``stretches``; ``sums``: the table is for ``sum``."""
 
     def encode(
         self,
@@ -120,8 +121,8 @@ class PlannedKernel(Protocol):
     ) -> None:
         """Encode every stretch of ``values`` into its place in ``payloads``.
 
-        A residual of fewer than 32 bits needs slices that begin at multiples of 32. With ``values``
-        None, the fp32 residual already holds the sum.
+        With a residual of fewer than 32 bits, slices must begin at multiples of 32. ``values``
+        None: ``residual`` (fp32) already holds ``values + residual``.
         """
 
     def decode(
@@ -129,8 +130,9 @@ class PlannedKernel(Protocol):
     ) -> None:
         """Decode the payload of every stretch into its place in ``out``.
 
-        With several ``ranks``, ``payloads`` holds all payloads of each rank, ``slot`` bytes apart,
-        and ``out`` an equal share for each rank, with the same slices in it.
+        With several ``ranks``, the payloads of each rank begin ``slot`` bytes after those of the
+        previous rank, and ``out`` consists of one equally long part per rank, to each of which the
+        table applies.
         """
 
     def sum(
@@ -149,7 +151,8 @@ class PlannedKernel(Protocol):
         Args:
             table: made with ``sums``.
             payloads: the payloads of all slices, rank after rank, without rank ``me``.
-            own: the values that rank ``me`` adds exactly, with ``residual``, which becomes 0; may
-                be ``out``, each stretch in its place.
-            begin: fp32, as long as ``out``, or ``out`` itself: the sums start from it.
+            own: values of rank ``me``, added exactly; may be ``out``, with every stretch at its
+                place there.
+            residual: added to ``own``; becomes 0.
+            begin: start values of the sums, fp32: a tensor as long as ``out``, or ``out`` itself.
         """

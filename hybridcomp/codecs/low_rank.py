@@ -1,15 +1,15 @@
 """Low-rank reduction of gradients that are matrices, instead of an encoding.
 
-``collectives/low_rank.py`` is the reduction. A codec (``powersgd``) selects it by its property
-``low_rank``.
+``collectives/low_rank.py`` implements the reduction. The codec ``powersgd`` selects it by its
+property ``low_rank``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: a matrix of n x m values is sent as factors when n * m is at least this many times their
-#: rank * (n + m) values; otherwise they save too little (torch's hook: min_compression_rate)
+#: least n * m / (rank * (n + m)) at which an n x m matrix is sent as factors; below, the factors
+#: save too few values (``min_compression_rate`` of torch's hook)
 LEAST_SAVING = 2.0
 
 

@@ -1,8 +1,8 @@
 """powersgd: a low-rank reduction instead of a codec.
 
-It reduces gradients instead of encoding them: ``low_rank`` selects the reduction of
-``collectives/low_rank.py``, which knows rows and columns. As a codec it encodes the other values of
-such a message: a flat tensor has no rows, so it is sent in fp32.
+Its property ``low_rank`` selects the reduction of ``collectives/low_rank.py``, which sums gradient
+matrices as factors. As a codec it encodes the values outside matrices: it sends them in fp32, since
+a flat tensor has no rows and columns.
 """
 
 from __future__ import annotations

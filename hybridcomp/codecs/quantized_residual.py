@@ -1,10 +1,10 @@
 """Residuals of error feedback in 4, 8 or 16 bits a value in place of fp32.
 
-4 and 8 bits: integers with one step for every 32 values (``kernels/formats/residual.h``), 0.56 and
-1.06 bytes a value. The kept value differs from the true residual by at most half a step of its
-block of 32 values; a step is 1/127 of the block's absmax at 8 bits, and 1/7 at 4, rounded up by at
-most 0.4 %. 16 bits: bf16, off by at most 1/256 of the value. A block that is unpacked and packed
-again keeps its bits.
+4 and 8 bits: integers with one step size per block of 32 values (``kernels/formats/residual.h``),
+0.56 and 1.06 bytes a value. A stored value differs from the true residual by at most half a step.
+The step is the block's absmax / 127 at 8 bits and absmax / 7 at 4 bits, rounded up by at most
+0.4 %. 16 bits: bf16, with an error of at most 1/256 of the value. Unpacking and repacking a block
+does not change its bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BITS = (4, 8, 16, 32)
 BLOCK = 32
 #: largest level and the 16 bits of the largest step, by bits per value
 _TOP = {4: (7, 0xFC24), 8: (127, 0xF802)}
-#: smallest step, 2^-126; number of low bits of a step that are dropped
+#: the upper bits of the smallest step, 2^-126; number of low bits of a step that are dropped
 _SMALLEST, _DROPPED = 0x0100, 15
 #: number of values that ``squared`` unpacks at once
 _STRETCH = 1 << 20
@@ -49,11 +49,11 @@ KERNELS = KernelSet[ResidualKernels]("residual")
 class QuantizedResidual:
     """A flat residual of ``numel`` values with ``bits`` 4, 8 or 16 each, or a view of a part of it.
 
-    Blocks of 32 values begin at multiples of 32 of the whole. Writing a view that does not begin
-    and end at block borders also requantizes its neighbours in those blocks.
+    Blocks of 32 values begin at multiples of 32 of the whole residual. Writing a view that does not
+    begin and end at block borders also requantizes the other values in its first and last block.
 
     Attributes:
-        start, stop: range of the whole that the view covers.
+        start, stop: range of the whole residual that the view covers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class QuantizedResidual:
         return base + self.start * self.bits // 8, steps
 
     def _widened(self) -> QuantizedResidual:
-        """Return the view of all values of the blocks that this one touches."""
+        """Return the smallest view of whole blocks that contains this view."""
         low = self.start // BLOCK * BLOCK
         return self.view(low, min(-(-self.stop // BLOCK) * BLOCK, self._total))
 
@@ -153,8 +153,8 @@ class QuantizedResidual:
         self.pack(self.unpack().add_(values.to(self.device)))
 
     def zero_(self, *, steps: bool = False) -> None:
-        """Set the values to zero; with ``steps`` also block steps, as packing zeros does."""
-        if self.in_blocks:  # without ``steps`` they stay unchanged, as when kernels write zeros
+        """Set the values to zero; with ``steps`` also the block steps, as packing zeros does."""
+        if self.in_blocks:  # without ``steps`` block steps stay, as when kernels write zeros
             levels, each = self._parts()
             levels.zero_()
             if steps:
@@ -165,8 +165,8 @@ class QuantizedResidual:
     def mul_(self, factor: float) -> None:
         """Multiply the whole residual, not only the view, by a positive ``factor``.
 
-        At 4 and 8 bits the steps are multiplied and rounded to 9 significant bits: the error of a
-        value is at most a quarter of a step, and zero if ``factor`` is a power of two.
+        At 4 and 8 bits, block steps are multiplied and rounded to 9 significant bits: this changes
+        a value by at most a quarter of a step, and by nothing if ``factor`` is a power of two.
         """
         levels, steps = self.view(0, self._total)._parts()
         if self.bits == 16:
@@ -233,12 +233,12 @@ def zeros(bits: int, numel: int, device: torch.device) -> Residual:
 
 
 def as_fp32(residual: Residual) -> Tensor:
-    """Return the values of ``residual`` as fp32: itself, or a new tensor."""
+    """Return the values of ``residual`` as fp32: an fp32 residual itself, else a new tensor."""
     return residual if isinstance(residual, Tensor) else residual.unpack()
 
 
 def split(residual: Residual, numels: Sequence[int]) -> list[Residual]:
-    """Split ``residual`` into consecutive views of these lengths."""
+    """Split ``residual`` into consecutive views of ``numels`` values each."""
     found: list[Residual] = []
     start = 0
     for numel in numels:

@@ -1,6 +1,6 @@
-"""radix: error-bounded, variable size; the fewest bits at a given error of all our codecs.
+"""radix: error-bounded, variable size; of all our codecs, the fewest bits at a given error.
 
-The format and the argument for its bound are at the top of ``kernels/formats/radix.h``.
+The format and the derivation of its bound are at the top of ``kernels/formats/radix.h``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _floor_float32(value: float) -> float:
 
 
 def _largest_tile(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest tile, as in kernels/cpu: raw blocks, the largest heads."""
+    """Return the most bytes of a tile, as in kernels/cpu: raw blocks with the largest heads."""
     blocks = -(-numel // BLOCK)
     head = TILE_HEADER + 7 * -(-blocks // 8)
     return -(-(head + blocks * BLOCK * dtype.itemsize + 8) // 4) * 4
@@ -42,17 +42,17 @@ def _largest_tile(numel: int, dtype: torch.dtype) -> int:
 class Radix(VariableCodec):
     """Keep every finite element within ``error_bound`` times its segment's absmax.
 
-    Segments are aligned ranges of ``segment`` values; their absmax is that of their finite
-    values. NaN and Inf are kept exactly, their neighbours keep the bound. A 16-bit message keeps it
-    after decoding to its own dtype, and to float32; decoding any message to another 16-bit dtype
-    adds that dtype's rounding.
+    Segments are aligned ranges of ``segment`` values; absmax is taken over a segment's finite
+    values. NaN and Inf are kept exactly, and the segment's other values keep the bound. The bound
+    of a 16-bit message holds after decoding to its own dtype or to float32; decoding any message to
+    another 16-bit dtype adds that dtype's rounding.
 
-    On Gaussian values 3.0 bits a value at a bound of 1e-1, 6.1 at 1e-2, 3.3 more for every further
-    factor of ten.
+    Gaussian values take 3.0 bits each at a bound of 1e-1, 6.1 at 1e-2, and 3.3 more for every
+    further factor of ten.
 
     Args:
-        error_bound: relative to the segment's absmax, below 1; absolute, in units of the values,
-            with ``mode="abs"``. Used as the largest float32 that is not above it.
+        error_bound: with ``mode="rel"`` relative to the segment's absmax, below 1; with
+            ``mode="abs"`` in units of the values. Rounded down to a float32.
         segment: values that share a step, a multiple of 16 from 64 to 4096.
         mode: "rel" or "abs".
 
@@ -93,7 +93,7 @@ class Radix(VariableCodec):
 
     @cached_property
     def spec(self) -> str:
-        # the shortest decimal that identifies the float32
+        # ``str`` writes the shortest decimal that identifies the float32
         bound = str(np.float32(self.error_bound))
         return f"radix(error_bound={bound}, segment={self.segment}, mode={self.mode})"
 
@@ -118,13 +118,13 @@ class Radix(VariableCodec):
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Return the largest error of an element whose segment has this finite absmax.
 
-        Holds for decoding to float32 and, for a 16-bit message, to its own dtype.
+        It holds after decoding to float32 or, for a 16-bit message, to the message's dtype.
         """
         check_dtype(self.spec, dtype)
         return self.error_bound * (absmax if self.mode == "rel" else 1.0)
 
     def beyond(self, values: Tensor, decoded: Tensor) -> Tensor:
-        """Count the ``values`` further from ``decoded`` than the bound of their segment permits."""
+        """Count the ``values`` that differ from ``decoded`` by more than their segment's bound."""
         error = (decoded.double() - values.double()).abs()
         if self.mode == "abs":
             return (error > self.error_bound).sum()

@@ -1,15 +1,15 @@
 """Registry of all codecs that a block may name: ours and those of other packages.
 
-Our codecs are found by importing the modules of this folder; this module only names the defaults of
-bounded mode. A package adds a codec by an entry point of the group ``hybridcomp.codecs``, under the
-codec's name:
+Our codecs are found by importing the modules of this folder; this module only names the default
+codecs of error bounds. A package adds a codec by an entry point of the group ``hybridcomp.codecs``,
+under the codec's name:
 
     [project.entry-points."hybridcomp.codecs"]
     mine = "my_package:Mine"
 
 Entry points are looked up when a block names a codec that is not ours, or when all names are
-needed. If one cannot be used, the registry keeps the reason for the error of a block that names it;
-other codecs are not affected.
+needed. If an entry point cannot be used, the registry keeps the reason: a block that names this
+codec raises it as an error, and other codecs are not affected.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from hybridcomp.errors import CodecError
 GROUP = "hybridcomp.codecs"
 #: the lossless codec with the fewest bits, used if no bound can be kept
 LOSSLESS: Codec = ExpCode()
-#: default codec of a bound, relative or absolute: the fewest bits
+#: default codec of an error bound, relative or absolute: it needs the fewest bits
 ANY_BOUND = Radix
 #: codec of fixed size for messages that are too small for an exchange of sizes
 SMALL = BlockInt
 #: the name of the cheapest codec that keeps a bound
 AUTO = "auto"
-#: advice to a user whose codec cannot keep the bound
+#: advice to a user whose codec cannot keep the error bound
 KEEPS_EVERY_BOUND = f'use "{AUTO}" or "{ANY_BOUND.name}", which keep every bound'
-#: codec names that mean something else in the block
+#: values of the key ``codec`` that name no codec class; codecs may not have these names
 RESERVED = frozenset({"none", AUTO, "bounded"})
 #: allowed types of a setting
 TYPES = (bool, int, float)
@@ -94,7 +94,7 @@ class Registry(Mapping[str, type[Codec]]):
         return self._origins.get(name) if name in self.outside else None
 
     def refuse(self, name: str, reason: str) -> None:
-        """Remove a codec of another package again. ``reason``: the end of a sentence."""
+        """Remove a codec of another package; ``reason``: why, as the end of a sentence."""
         assert self._outside is not None
         del self._outside[name]
         self._refused[name] = f"{self._origins[name]} cannot be used: {reason}"
@@ -123,8 +123,8 @@ class Registry(Mapping[str, type[Codec]]):
 def _built_in() -> list[type[Codec]]:
     """Return every codec that a module of this folder defines and that settings alone can make.
 
-    They are in the order of the schema: codecs of fixed size, of variable size, lossless ones, and
-    those for gradients only.
+    The order is that of the schema: lossy codecs of fixed size, lossy ones of variable size,
+    lossless codecs, and codecs for gradients only.
     """
     codecs: list[type[Codec]] = []
     for module in sorted(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])):
@@ -203,7 +203,7 @@ def make_codec(name: str, **settings: object) -> Codec:
 
 @lru_cache(maxsize=64)
 def ladder_of(family: str) -> tuple[Codec, ...]:
-    """Return the settings of a fixed-size codec, cheapest first; none if it keeps no bound."""
+    """Return the codecs of a fixed-size ``family``, cheapest first; none if it keeps no bound."""
     return CODECS[family].ladder() if family in CODECS else ()
 
 

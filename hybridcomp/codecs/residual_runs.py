@@ -9,8 +9,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
 
-#: most values of a run that is unpacked for its payloads, 16 MB as fp32; it may be longer, see
-#: ``runs``
+#: most values of a run that is unpacked for encoding, 16 MB as fp32; ``runs`` names exceptions
 LONGEST = 1 << 22
 #: stands for no limit
 ALL = 1 << 62
@@ -33,7 +32,8 @@ class ResidualRun:
     def goes_on(self, part: QuantizedResidual, longest: int) -> bool:
         """Return whether ``part`` continues the run.
 
-        ``longest``: most values of the run with it; a part inside its last block may exceed that.
+        ``longest``: most values of the run, ``part`` included. A part that begins inside the run's
+        last block continues it at any length.
         """
         first, end, start = self.parts[0], self.parts[-1].stop, part.start
         if not first.shares(part) or start not in (end, -(-end // BLOCK) * BLOCK):
@@ -48,7 +48,7 @@ class ResidualRun:
     def pack(self, values: Tensor) -> None:
         """Quantize ``values``, as long as the run, into the run.
 
-        It writes once, and again for each part that begins inside the previous part's last block.
+        A part that begins inside the previous part's last block is written separately, after it.
         """
         begin, first = self.parts[0].start, self.parts[0]
         for part, behind in zip(self.parts, [*self.parts[1:], None], strict=True):
@@ -64,9 +64,9 @@ class ResidualRun:
 
 
 def runs(parts: Sequence[Residual], longest: int) -> Iterator[ResidualRun]:
-    """Group few-bit ones of ``parts``, in order, into runs of at most ``longest`` values.
+    """Group the low-bit residuals among ``parts``, in order, into runs.
 
-    A single part may be longer, and so may parts that share blocks. No run is empty.
+    A run has at most ``longest`` values, unless it is a single part or its parts share blocks.
     """
     run: ResidualRun | None = None
     for part in parts:
@@ -83,9 +83,9 @@ def runs(parts: Sequence[Residual], longest: int) -> Iterator[ResidualRun]:
 
 
 def joined(parts: Sequence[Residual]) -> QuantizedResidual | None:
-    """Return ``parts`` as one view, if each begins at the first block behind the previous one.
+    """Return ``parts`` as one view if each begins at the next block border after the previous one.
 
-    None otherwise, for fp32 parts, and if the first part does not begin at a block.
+    Returns None otherwise, if parts are fp32, or if the first does not begin at a block border.
     """
     filled = [part for part in parts if part.numel()] or parts[:1]
     found = list(runs(filled, ALL))

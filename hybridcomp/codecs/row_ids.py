@@ -1,9 +1,9 @@
 """Encode ascending row numbers by their gaps, in blocks of 128 of one bit width.
 
-Layout of a payload of k numbers, little endian (docs/wire_formats.md): a byte for each block of 128
-with the width of its gaps, 0 to 40 bits; then the blocks, 128 gaps of that many bits each. The gap
-of a number is the count of numbers between it and its predecessor; for the first it is the number
-itself. The last block is padded with zeros, and so is the payload to a multiple of 16 bytes.
+Layout of a payload of k numbers, little endian (docs/wire_formats.md): for each block of 128 gaps a
+byte with their width, 0 to 40 bits; then the blocks, 128 gaps of that width each. The gap of a
+number is the count of integers between its predecessor and it; the gap of the first number is the
+number itself. Zeros pad the last block, and the payload to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def encode_ids(ids: Tensor) -> Tensor:
-    """Encode ``ids`` (k,), int64 on the host, strictly ascending from 0, below 2^40; uint8."""
+    """Return ``ids`` encoded, uint8; ``ids``: (k,) int64 on the host, ascending, 0 to 2^40 - 1."""
     found = ids.numpy()
     gaps = np.diff(found, prepend=-1) - 1
     if len(gaps) and (gaps.min() < 0 or found[-1] >> WIDEST):
@@ -44,9 +44,9 @@ def encode_ids(ids: Tensor) -> Tensor:
 
 
 def decode_ids(payload: Tensor, count: int, rows: int) -> Tensor:
-    """Decode ``count`` numbers (int64) below ``rows`` from ``payload``, uint8 on the host.
+    """Decode ``count`` row numbers (int64) from ``payload``, uint8 on the host.
 
-    Raises CodecError on a payload that is too short or has other numbers.
+    Raises CodecError if the payload is too short or has a number of ``rows`` or more.
     """
     data = payload.numpy()
     widths = data[: -(-count // BLOCK)]
@@ -72,7 +72,9 @@ def _nbytes(widths: Bytes) -> int:
 def _by_width(
     widths: Bytes,
 ) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield each width above 0 with its blocks and their byte positions: a row for each block."""
+    """Yield each width above 0, the blocks with this width, and a row of byte positions for each
+    of these blocks.
+    """
     sizes = BLOCK // 8 * widths.astype(np.int64)
     starts = len(widths) + np.cumsum(sizes) - sizes
     for width in np.unique(widths[widths > 0]).tolist():

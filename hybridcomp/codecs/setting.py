@@ -20,16 +20,16 @@ class Setting:
     Args:
         name: name of the argument and of the key.
         type: int, float, bool, or a ``Literal`` of strings.
-        help: sentences for the schema. Where codecs share a key their sentences follow each other,
-            so they begin with the name of the codec.
+        help: sentences for the schema. They begin with the name of the codec, since the schema
+            joins the sentences of all codecs that have a setting of this name.
         least: smallest allowed number; None: only the constructor checks it.
         most: largest allowed number.
-        ramp_step: a ramp moves the setting in multiples of this, and larger is milder; None: not
-            moved. A ramp moves one setting of a codec.
+        ramp_step: a ramp changes the setting in multiples of this, and larger values are milder;
+            None: a ramp cannot change it. A ramp changes only one setting of a codec.
         no_bound: why the codec keeps no bound with this setting, as the end of a sentence that
             begins with the value; "" if it keeps one.
-        beside: names and values that other settings must have for this one; a ramp or preset under
-            which they have other values drops it.
+        beside: names of other settings, and the values that they must have for this one to apply;
+            a ramp or preset that gives them other values drops this setting.
     """
 
     name: str

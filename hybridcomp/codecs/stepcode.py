@@ -1,9 +1,9 @@
 """stepcode: lossless; 16-bit weights as exact steps from a reference that both sides hold.
 
-Between two optimizer steps a weight stays or changes by a few units in the last place. The
-probability depends on its old exponent, which the receiver knows from the reference. The steps are
-entropy-coded with a model for each of 16 exponents, learned from the message. The format is at the
-top of ``kernels/formats/stepcode.h``.
+An optimizer step leaves a weight unchanged or changes it by a few units in the last place. How
+likely each change is depends on the weight's old exponent, which the receiver knows from the
+reference. The changes are entropy-coded with a model for each of 16 exponents, learned from the
+message. The format is at the top of ``kernels/formats/stepcode.h``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from hybridcomp.kernels import DTYPE_CODES, KernelSet, stores_sizes
 #: dtypes of the values
 STEP_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 HEADER = 32
-#: sizes that ``stepcode.h`` and ``stepcode_model.h`` define: the largest model, the smallest tile
+#: bytes of the largest model, values of the smallest tile, as defined in ``stepcode.h`` and
+#: ``stepcode_model.h``
 MODEL, LEAST_TILE = 4912, 8192
 #: first bytes of the header: magic, version
 _START = b"hcst\x01"
-#: mode of a payload without a reference, and the codec of its values
+#: mode, in the header, of a payload without a reference; the codec that encodes its values
 _NO_REFERENCE, _PLAIN = 2, ExpCode()
 
 
 def cpu_instructions() -> str:
-    """Return the instruction set of the CPU kernels here: "avx512", "avx2" or "plain"."""
+    """Return the instruction set that the CPU kernels use: "avx512", "avx2" or "plain"."""
     kernels: Any = KernelSet[Any]("instructions").on(torch.device("cpu"))
     found: str = kernels.used()
     return found
@@ -78,12 +79,13 @@ class StepCodeKernels(Protocol):
 class StepCode:
     """Lossless for bf16 and fp16, variable size: the entropy of the steps plus a few percent.
 
-    Not a ``Codec``: both directions take a reference. Instances have no state and may be shared.
-    Every pair of bit patterns is exact, -0.0, infinities and the payloads of NaNs included. Bytes
-    depend on values and reference only: they are the same on every device and thread count.
+    It is no ``Codec``, since ``encode`` and ``decode`` take a reference. Instances have no state
+    and may be shared. All bit patterns of values and reference are exact, including -0.0,
+    infinities and the payloads of NaNs. The bytes depend only on values and reference, not on the
+    device or the number of threads.
 
     A payload does not identify its reference. With a wrong reference, decoding raises or gives
-    wrong values, so a sender of versions adds a number and a checksum.
+    wrong values, so whoever sends versions of weights adds a version number and a checksum.
     """
 
     name: ClassVar[str] = "stepcode"
@@ -108,10 +110,10 @@ class StepCode:
 
         Args:
             values: 1-D, contiguous, bf16 or fp16.
-            reference: as many values of the same dtype and device, which the receiver has too;
-                None for a receiver that keeps none: the values are encoded by ``expcode``.
-            out: 1-D contiguous uint8 of at least ``wire_nbytes`` bytes on the same device. It may
-                be written beyond the bytes used.
+            reference: as many values of the same dtype and device, which the receiver has too.
+                None if the receiver has no reference: ``expcode`` then encodes the values.
+            out: 1-D contiguous uint8 of at least ``wire_nbytes`` bytes on the same device. Bytes
+                beyond those used may be overwritten.
 
         Raises:
             CodecError: a tensor has another shape, dtype or device, or ``out`` is too short.
@@ -123,7 +125,7 @@ class StepCode:
     ) -> None:
         """Encode and store the bytes used in ``size``: one int64 on the values' device.
 
-        On a GPU returns without waiting for the size. Raises as ``encode``.
+        On a GPU it returns without waiting for the size. Raises as ``encode`` does.
         """
         if reference is not None and stores_sizes(values.device) and values.numel():
             check_size(self.spec, size, values.device)
@@ -134,20 +136,20 @@ class StepCode:
     def decode(self, payload: Tensor, reference: Tensor | None, out: Tensor) -> None:
         """Decode ``payload`` (1-D uint8) into all of ``out`` (1-D contiguous, bf16 or fp16).
 
-        Bytes behind the payload change nothing, so a whole slot may be passed.
+        Bytes after the payload are ignored, so a whole slot may be passed.
 
         Args:
             payload: what ``encode`` wrote for as many values of the dtype of ``out``.
-            reference: the values against which it was encoded; may be ``out`` itself, which is then
-                updated in place. None for a payload that was encoded without one; on a GPU the host
-                then waits for its header.
+            reference: the reference of the encoding; may be ``out`` itself, which is then updated
+                in place. None for a payload without a reference, whose header the host must read:
+                on a GPU it waits for it.
             out: is overwritten; its values are undefined after an error.
 
         Raises:
-            CodecError: a tensor has another shape, dtype or device; the payload is cut, damaged, of
-                another codec, number of values or dtype; or it was encoded against a reference and
-                ``reference`` is None, or the other way round. On a GPU, errors of a payload with a
-                reference are raised by ``codecs.check_payloads``.
+            CodecError: a tensor has another shape, dtype or device; the payload is cut, damaged, or
+                of another codec, number of values or dtype; the payload needs a reference and
+                ``reference`` is None, or the reverse. On a GPU ``codecs.check_payloads`` raises the
+                errors of payloads with a reference.
         """
         check_dtype(self.spec, out.dtype, STEP_DTYPES)
         check_decode(self.spec, payload, out, HEADER if out.numel() else 0)

@@ -1,8 +1,8 @@
-"""Test that a codec satisfies the contract of ``codecs.base``: ours, and other packages'.
+"""Test that a codec, ours or another package's, satisfies the contract of ``codecs.base``.
 
-A test of a codec calls ``check(codec)`` once for every setting that matters. It encodes values of
-every kind and length, on the CPU unless ``device`` is set, and raises an AssertionError that names
-the codec, the broken promise and the message.
+A test of a codec calls ``check(codec)`` once for every setting that matters. ``check`` encodes
+values of every kind and length, on the CPU unless ``device`` is set, and raises an AssertionError
+that names the codec, the broken promise and the message.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _check_decoding(codec: Codec, values: Tensor, payload: Tensor) -> None:
         return
     block = max(codec.block_size, codec.segment)
     wide = _decoded(codec, payload, values.numel(), torch.float32)
-    # padding repeats the last value: of its block, so it changes neither maximum
+    # padding repeats a value of the last block, so it does not change the block's maximum or error
     exact = _blocks(values.double(), block)
     tops = exact.abs().amax(1).tolist()
     errors = (_blocks(wide.double(), block) - exact).abs().amax(1).tolist()

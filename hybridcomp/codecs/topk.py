@@ -1,11 +1,11 @@
-"""topk: the largest values of every 4096, in few bits, with their places entropy-coded.
+"""topk: the largest of every 4096 values, in few bits, with their positions entropy-coded.
 
-It is for deltas of which error feedback sends the rest later (Sarfi et al. 2025, SparseLoCo). The
-payload is described at the top of ``kernels/formats/topk.h``.
+It is for deltas with error feedback, which sends the other values later (Sarfi et al. 2025,
+SparseLoCo). The payload is described at the top of ``kernels/formats/topk.h``.
 
-If the positions of the largest values are random, gaps between them are geometric, and Rice's code
-is within a few percent of their entropy: at a density of 1/64 and 2 bits a message has 0.153 bits a
-value.
+If the positions of the largest values are random, the gaps between them follow a geometric
+distribution, and Rice's code comes within a few percent of their entropy: at a density of 1/64 and
+2 bits per kept value, a message takes 0.153 bits per value of the tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADER = 16
 
 
 class TopK(VariableCodec):
-    """Lossy codec of variable size that keeps a share ``density`` of the values."""
+    """Lossy codec of variable size that keeps the fraction ``density`` of the values."""
 
     name: ClassVar[str] = "topk"
     about: ClassVar[str] = "the largest values alone, with their places"
@@ -53,7 +53,7 @@ class TopK(VariableCodec):
         return f"topk(bits={self.bits}, density={self.density:g})"
 
     def _kept(self, numel: int) -> int:
-        """Return the most values of a chunk of ``numel`` values that are kept."""
+        """Return how many values of a chunk of ``numel`` values are kept at most."""
         return min(numel, max(1, round(numel * self.density)))
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -67,7 +67,7 @@ class TopK(VariableCodec):
         return align(HEADER + 2 * -(-numel // CHUNK) + sum(-(-bits // 8) for bits in sections))
 
     def bits_per_value(self, dtype: torch.dtype) -> float:
-        """Return bits a value when the positions of the largest values are random."""
+        """Return the bits a value if the positions of the largest values are random."""
         quotient = 1 / (1 - (1 - self.density) ** (1 << self._rice)) if self.density < 1 else 1.0
         return self.density * (self._rice + self.bits + quotient) + 16 / CHUNK
 
@@ -80,7 +80,9 @@ class TopK(VariableCodec):
         return self.bits, self._rice
 
     def _settings_for(self, numel: int) -> tuple[int, ...]:
-        """Return bits a value, low bits of a gap, values kept of a whole and of the last chunk."""
+        """Return: bits of a kept value, low bits of a gap, values kept of a whole chunk, and values
+        kept of the last chunk.
+        """
         last = (numel - 1) % CHUNK + 1
         return *self._settings, self._kept(CHUNK), self._kept(last)
 

@@ -14,7 +14,7 @@ from hybridcomp.kernels import DTYPE_CODES, stores_sizes
 from hybridcomp.kernels.cuda.workspaces import SLAB
 from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions
 
-#: bytes of the slab of words that these codecs' kernels keep for each stream
+#: bytes of the slab of words that kernels of variable-size codecs keep for each stream
 WORDS_NBYTES = 8 * SLAB
 #: bits of -0.0, to which any fp32 value can be added unchanged
 MINUS_ZERO = 1 << 31
@@ -24,14 +24,14 @@ class PieceKernel:
     """Kernels of a codec of variable size for any number of tensors of one dtype, on one device.
 
     The number of launches does not depend on the number of tensors. Payloads are the codec's.
-    Arguments must satisfy its ``encode_into``, ``decode`` and ``decode_add``; they are not checked
-    again.
+    Arguments must satisfy the codec's ``encode_into``, ``decode`` and ``decode_add``; they are not
+    checked again.
 
     Args:
-        functions: its kernels.
+        functions: the codec's kernels.
         settings: first arguments of the kernels.
-        lossless: whether decoders need the encoded dtype.
-        held: the earlier values of the whole message, for a codec ``against`` them.
+        lossless: whether the codec is lossless, so that decoders need the encoded dtype.
+        held: for a codec that encodes ``against`` earlier values: those of the whole message.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class PieceKernel:
         self, values: Sequence[Tensor], out: Sequence[Tensor], sizes: Tensor,
         places: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """Encode each of ``values`` into its ``out`` and store the bytes used in ``sizes`` (int64).
+        """Encode ``values[i]`` into ``out[i]`` and store the bytes used in ``sizes[i]`` (int64).
 
-        ``places``: start and end of each tensor in the message, for a codec ``against`` earlier
-        values.
+        ``places``: start and end of each tensor in the message, for a codec that encodes
+        ``against`` earlier values.
         """
         if not values:
             return
@@ -67,14 +67,14 @@ class PieceKernel:
         self._functions.encode_pieces(*self._settings, DTYPE_CODES[values[0].dtype], pieces=pieces)
 
     def decode(self, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Decode each of ``payloads`` into its ``out``."""
+        """Decode ``payloads[i]`` into ``out[i]`` for every i."""
         if out:
             self._decode(payloads, out, 1, out[0].dtype, add=False)
 
     def decode_fp32(
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
-        """Decode values of ``dtype`` into fp32 ``out``; a lossless -0.0 may become 0."""
+        """Decode values of ``dtype`` into fp32 ``out``; lossless codecs may decode -0.0 as 0."""
         if self._lossless and dtype != torch.float32:
             self.begin(out, [False] * len(out), dtype)
             self.add([[payload] for payload in payloads], out, dtype)
@@ -82,9 +82,9 @@ class PieceKernel:
             self.decode(payloads, out)
 
     def begin(self, out: Sequence[Tensor], exact: Sequence[bool], dtype: torch.dtype) -> None:
-        """Fill fp32 ``out`` with the start value of sums, so that adding a first value copies it.
+        """Fill each fp32 ``out`` with 0 or -0.0, to which adding a first value copies that value.
 
-        ``exact``: whether its first values come from a tensor and not from a payload.
+        ``exact``: for each ``out``, whether its first values come from a tensor, not a payload.
         """
         narrow = self._lossless and dtype != torch.float32
         zeros = [0 if narrow and not one else MINUS_ZERO for one in exact]
@@ -93,12 +93,12 @@ class PieceKernel:
         self._functions.on_values("fill", pieces)
 
     def accumulate(self, totals: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Add each of ``values``, all of one dtype, to its total (fp32)."""
+        """Add ``values[i]``, all of one dtype, to ``totals[i]`` (fp32) for every i."""
         if values:
             self._functions.on_values(f"add_{DTYPE_NAMES[values[0].dtype]}", _pairs(totals, values))
 
     def settle(self, residuals: Sequence[Tensor], delivered: Sequence[Tensor]) -> None:
-        """Subtract fp32 tensors from fp32 residuals, which become 0 where that is not finite."""
+        """Subtract ``delivered`` from ``residuals``, all fp32; set non-finite results to 0."""
         self._functions.on_values("settle", _pairs(residuals, delivered))
 
     def add(
@@ -137,8 +137,9 @@ def varying_pieces(
     functions: Any, device: torch.device, settings: tuple[float, ...], lossless: bool,
     held: Tensor | None = None,
 ) -> PieceKernel | None:  # fmt: skip
-    """Return ``PieceKernel`` of ``functions``, the kernels of ``device``; None if sizes do not
-    stay there, as on a CPU.
+    """Return a ``PieceKernel`` of ``functions``, the kernels of ``device``.
+
+    Returns None if kernels of ``device`` do not leave payload sizes on it, as on a CPU.
     """
     if not stores_sizes(device):
         return None

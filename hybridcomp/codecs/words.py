@@ -11,7 +11,7 @@ __all__ = ["DTYPES", "DTYPE_NAMES", "used_for"]
 
 
 def used_for(codec: Codec, summed: bool, dtype: torch.dtype) -> str:
-    """Describe the codecs of a message of ``dtype``."""
+    """Describe the codecs of a message of ``dtype``; ``summed``: it is a reduction."""
     if not summed:
         (only,) = codec.split_error_budget(1, 1, result=dtype)
         return _short(only)

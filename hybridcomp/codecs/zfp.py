@@ -1,7 +1,7 @@
 """zfp: the 1-D fixed-rate stream of the zfp library, rates 2.5 to 32 bits a value.
 
-The stream, and where it differs because zfp would lose data (NaN, Inf, blocks below 2^-98,
-overflow), are at the top of ``kernels/formats/zfp.h``.
+The top of ``kernels/formats/zfp.h`` describes the stream, and where it deviates from zfp's because
+zfp would lose data (NaN, Inf, blocks below 2^-98, overflow).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hybridcomp.kernels import FixedKernels, KernelSet
 
 BLOCK = 4
 HEADER_BITS = 9
-#: below this rate so much is lost that error feedback diverges: over random and adversarial blocks
-#: of four the norm of the error reached 4x the norm of the values at rate 4, 1.9x at 5.5, 0.8x at 6
-#: (below 1x the residual stays bounded)
+#: lowest rate for error feedback, which diverges below it: residuals stay bounded only if the norm
+#: of the error is less than that of the values. Over random and adversarial blocks of four, the
+#: error's norm reached 4x that of the values at rate 4, 1.9x at 5.5 and 0.8x at 6
 FEEDBACK_RATE = 6.0
 
 
@@ -29,9 +29,10 @@ FEEDBACK_RATE = 6.0
 def _whole_planes(bits: int) -> int:
     """Return the bit planes of a block that ``bits`` bits always encode whole.
 
-    A plane that raises the significant coefficients from n to m costs at most n verbatim bits, one
-    "any more?" for each new coefficient and one "no more" if m < 4, and the search bits, of which
-    the fourth coefficient needs none. ``worst[n]``: most bits so far with n significant ones.
+    A plane that raises the number of significant coefficients from n to m costs at most: n verbatim
+    bits; an "any more?" bit per new coefficient, and a "no more" bit if m < 4; and the search bits,
+    of which the fourth coefficient needs none. ``worst[n]``: most bits so far of planes that leave
+    n coefficients significant.
     """
     worst = {0: 0}
     for planes in range(1, 33):
@@ -48,11 +49,11 @@ def _whole_planes(bits: int) -> int:
 
 
 class Zfp(FixedCodec):
-    """``rate`` bits a value, byte for byte the stream of the zfp library.
+    """Encode ``rate`` bits a value, byte for byte the stream of the zfp library.
 
-    A NaN or Inf makes its block of 4 values NaN. 16-bit values go through fp32, so only rates below
-    16 save anything. The guaranteed error is large at low rates (at rate 8 it is of the size of the
-    block's absmax; typical is 5 % of it): zfp does not suit noise.
+    A NaN or Inf makes its block of 4 values NaN. 16-bit values are encoded as fp32, so only rates
+    below 16 save anything. The guaranteed error is large at low rates: at rate 8 it is about the
+    block's absmax, although a typical error is 5 % of it. zfp does not suit noise.
 
     Args:
         rate: bits a value, 2.5..32; a block of 4 values has floor(4 * rate + 0.5) bits.
@@ -108,10 +109,10 @@ class Zfp(FixedCodec):
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Return the largest error of an element whose aligned block of 4 has this finite absmax.
 
-        With P planes coded whole, every transformed coefficient is off by less than 5/6 of the last
-        one's weight 2^(32-P): negabinary digits below it add up to at most 2/3, and the plane that
-        was cut may show one wrong digit. The inverse transform's rows sum to 15/4.
-        The integers are in units of 2^(e-30) <= absmax * 2^-29.
+        With P planes coded whole, the error of a transformed coefficient is less than 5/6 of
+        2^(32-P), the weight of the last whole plane: negabinary digits below that plane add up to
+        at most 2/3 of it, and the cut plane may have one wrong digit. Rows of the inverse transform
+        have absolute sums of at most 15/4. Integers are in units of 2^(e-30) <= absmax * 2^-29.
         """
         check_dtype(self.spec, dtype)
         planes = _whole_planes(self._setting - HEADER_BITS)

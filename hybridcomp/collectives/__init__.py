@@ -1,12 +1,12 @@
 """Collectives that carry encoded payloads over torch.distributed, as ``uint8``.
 
-A ``Transfer`` says how values travel (codec, group, meter, cuts), a ``Reduction`` how they are
-summed. A ``Group`` has one level or two, and every collective here picks its steps accordingly.
+A ``Transfer`` says how values are sent (codec, group, meter, cuts), a ``Reduction`` also how they
+are summed. A ``Group`` has one or more levels, by which every collective chooses its steps.
 
 Values are 1-D contiguous fp32, bf16 or fp16 tensors. Reductions only sum, in fp32 and in rank
 order, and never divide: the caller divides as upstream does. Every call fills in a ``Meter``.
-Calls, and the ``wait()`` of asynchronous handles, must come in the same order on every rank of a
-group, as ``wait()`` may post a second message.
+All ranks of a group must make their calls in one order and wait for asynchronous handles in one
+order, as ``wait()`` may post a second message.
 """
 
 from __future__ import annotations

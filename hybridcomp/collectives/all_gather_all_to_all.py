@@ -39,17 +39,18 @@ from hybridcomp.errors import CodecError
 def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False) -> Handle:
     """Gather the shards of all ranks into ``out``, by group rank; the same bits on all ranks.
 
-    This rank also decodes its own shard from the payload that the others get; with a lossless codec
-    the shard is copied instead. In two levels ``wait()`` posts a second message, so handles must be
-    waited for in one order on all ranks.
+    This rank also decodes its own shard from the payload that it sends; with a lossless codec it
+    copies the shard instead. In two levels ``wait()`` posts a second message, so all ranks must
+    wait for their handles in the same order.
 
     Args:
         shard: 1-D contiguous fp32/bf16/fp16, equally long on all ranks; may be a view of its
             place in ``out``. Read before the call returns.
         out: same dtype, ``group.size * shard.numel()`` elements; not to be touched before
-            ``wait()``. With a codec ``against`` earlier values it holds those of the other ranks.
-        via: codec, group, meter and cuts: positions in ``shard``, equal on all ranks, between which
-            values are encoded as in separate messages.
+            ``wait()``. With a codec ``against`` earlier values it holds the other ranks' earlier
+            values.
+        via: codec, group, meter and cuts. Cuts are positions in ``shard``, equal on all ranks; the
+            slices between them are encoded like separate messages.
         async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors.
@@ -69,11 +70,12 @@ def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False
 
 
 def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
-    """1 gather this rank's grid column between nodes, encoded, 2 gather the columns inside.
+    """1 gather this rank's grid column between nodes, encoded, 2 gather the columns in the node.
 
-    A ring over all ranks carries every payload into N nodes, these steps into N - 1, which saves
-    1/N of the bytes between nodes. Every rank decodes N shards instead of N * L. In more levels
-    payloads cross to a site once and then go to its nodes, still encoded.
+    With N nodes of L ranks, a ring over all ranks carries every payload into N nodes. These steps
+    carry it into N - 1 nodes, which saves 1/N of the bytes between nodes, and every rank decodes N
+    shards instead of N * L. In more than two levels a payload crosses to a site once and is then
+    forwarded, still encoded, to the site's other nodes.
     """
     levels, numel = via.group.levels, shard.numel()
     assert levels is not None
@@ -82,7 +84,7 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     # 1
     far = levels.gathered
     column = shard.new_empty(far.size * numel)
-    if via.codec.references:  # decoding needs the references for the column
+    if via.codec.references:  # decoding the column needs its earlier values
         first = levels.stages[0].rank * far.size
         held = levels.by_column(out.device)[first : first + far.size]
         torch.index_select(out.view(-1, numel), 0, held, out=column.view(-1, numel))
@@ -148,9 +150,9 @@ def gather_payloads(
 ) -> tuple[list[tuple[Range, list[Tensor]]], list[Tensor]]:
     """Encode ``values`` without cuts and gather the payloads of all ranks on one level; blocking.
 
-    ``values`` as ``shard`` of ``all_gather``. Returns for each round the stretch of ``values`` that
-    it carries, and the payloads of that stretch, 1-D uint8, by group rank; and the buffers of the
-    payloads, which the caller gives back to ``POOL``.
+    ``values``: as ``shard`` of ``all_gather``. Returns ``(rounds, buffers)``. A round is the range
+    of ``values`` that it sends and the payloads of this range, 1-D uint8, by group rank. The caller
+    gives the payloads' buffers back to ``POOL``.
     """
     check_values("values", values)
     plan = plan_all_gather(values, via)
@@ -172,7 +174,7 @@ def gather_payloads(
 
 
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:
-    """Gather the int64 ``words`` (1-D, equally many) of all ranks, by group rank; blocking."""
+    """Gather the int64 ``words`` (1-D, equally long on all ranks), by group rank; blocking."""
     out = words.new_empty(group.size * words.numel())
     transfer(lambda: transport.all_gather(out, words, group, meter), meter)
     rows: list[list[int]] = out.view(group.size, -1).tolist()
@@ -196,8 +198,8 @@ def all_to_all(
             ``wait()``.
         values: the same dtype. Not modified. Must not change before ``wait()``.
         via: codec, group and meter.
-        out_splits, in_splits: elements from and to each group rank; None splits evenly. A list
-            object seen before, or ``Splits``, is not read again.
+        out_splits, in_splits: elements received from and sent to each group rank; None splits
+            evenly. A list object seen before, or ``Splits``, is not read again.
         async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors or splits that do not add up.
@@ -235,7 +237,7 @@ def _splits(
 def _all_to_all(
     out: Tensor, values: Tensor, takes: Splits, gives: Splits, via: Transfer
 ) -> Steps[None]:
-    """Exchange in two launches if the codec has such kernels; if not, encode part by part."""
+    """Exchange in two launches if the codec has kernels for it; if not, encode part by part."""
     if len(gives) == 1:
         out.copy_(values)
         return given(None)

@@ -32,12 +32,12 @@ class AllReducePlan:
     """Plan of a single-level all-reduce, cached for messages of one size and dtype.
 
     Attributes:
-        codec: codec of the reduction, kept alive for the key.
-        codecs: codecs of the quantizations, with their ``specs`` for the meter.
+        codec: codec of the reduction, kept alive since the cache key has its ``id``.
+        codecs: codec of each quantization, one or two; ``specs``: their specs, for the meter.
         mine: this rank's chunk.
         fused: kernels for both hops in three launches.
-        first: the first hop: to both of two ranks, or to the owner of each chunk.
-        shares: the second hop from these owners to all, for each round of the first.
+        first: the first hop: between two ranks a swap, else from all ranks to chunk owners.
+        shares: rounds of the second hop, from chunk owners to all ranks.
     """
 
     codec: Codec
@@ -54,8 +54,8 @@ class Share:
     """One round of the second hop.
 
     Attributes:
-        mine: slice of this rank's chunk.
-        steps: steps that gather the sums of this slice, and all ranks' into the tensor.
+        mine: slice of this rank's chunk that the round sends.
+        steps: makes the steps that all-gather the sums of all ranks' slices into the tensor.
     """
 
     mine: slice
@@ -65,11 +65,11 @@ class Share:
 def all_reduce_codecs(
     codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
 ) -> tuple[Codec, ...]:
-    """Return the codecs of the quantizations of an ``all_reduce`` that returns ``dtype``.
+    """Return the codec of each quantization in an ``all_reduce`` that returns ``dtype``.
 
-    It is one codec if each of two ranks sends all its values to the other (``_swap``), else two. On
-    a GPU two ranks use two hops if the codec does them in three launches, with half the memory
-    reads.
+    Returns one codec if two ranks swap all their values (``_swap``), else one for each of two hops.
+    On a GPU two ranks also use two hops if the codec runs them in three launches: this reads half
+    as much memory as a swap.
     """
     return _codecs(codec, dtype, world_size, device, cuts)[0]
 
@@ -114,7 +114,7 @@ def plan_all_reduce(tensor: Tensor, how: Reduction) -> AllReducePlan:
 def _plan_round(
     rows: Sequence[Sequence[Range]], tensor: Tensor, codec: Codec, how: Reduction
 ) -> Share:
-    """Plan a round; ``rows``: for each rank, the slices of ``tensor`` that it sums."""
+    """Plan a round; ``rows``: for each rank, the slices of ``tensor`` whose sums it sends."""
     group, row = how.group, rows[how.group.rank]
     begin = chunk_ranges(tensor.numel(), group.size)[group.rank][0]
     numels = [[stop - start for start, stop in of_rank] for of_rank in rows]
@@ -127,7 +127,7 @@ def _plan_round(
 def _by_table(
     rows: Sequence[Sequence[Range]], kernel: PlannedKernel, codec: Codec, how: Reduction
 ) -> Share:
-    """Plan the gather of all ranks' ``rows``, in slots as long as the longest."""
+    """Plan one gather of all ranks' ``rows``; every rank's slot has the length of the longest."""
     me, ranks = how.group.rank, how.group.size
     slot = max(_laid_out(row, 0, 0, codec)[1] for row in rows)
     begin = rows[me][0][0] if rows[me] else 0
@@ -142,7 +142,7 @@ def _by_table(
 def _laid_out(
     row: Sequence[Range], payload: int, begin: int, codec: Codec
 ) -> tuple[list[PlannedStretch], int]:
-    """Lay out payloads for ``row`` from byte ``payload`` on; return the slices and all bytes."""
+    """Lay out the payloads of ``row`` from byte ``payload`` on; return slices and total bytes."""
     sizes = [codec.wire_nbytes(high - low, torch.float32) for low, high in row]
     places = accumulate(sizes, initial=payload)
     made = [

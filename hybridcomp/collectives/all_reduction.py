@@ -1,4 +1,4 @@
-"""all_reduce of encoded values: two hops, or one between two ranks; native inside nodes."""
+"""all_reduce of encoded values, in two hops, or in one between two ranks; native inside nodes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from hybridcomp.collectives.wire.steps import add_alone, given
 def all_reduce(tensor: Tensor, how: Reduction, async_op: bool = False) -> Handle:
     """Sum ``tensor`` over a group in place; all ranks end with the same bits.
 
-    Quantizes twice, for any number of ranks. With e1 the codec's bound for one rank's values and e2
-    that for the sum, the error is at most ``(W - 1) * e1 + e2``. A bounded codec splits its bound
-    over the two. Two ranks may quantize once, with an error of at most ``2 * e1``
-    (``all_reduce_codecs``). In two levels nodes take the place of ranks.
+    Quantizes twice, for any number W of ranks. With e1 the codec's bound for one rank's values and
+    e2 its bound for the sum, the error is at most ``(W - 1) * e1 + e2``; a bounded codec splits its
+    bound between the quantizations. Two ranks may quantize only once, with an error of at most
+    ``2 * e1`` (``all_reduce_codecs``). In two levels nodes take the place of ranks.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16; must not be touched before ``wait()``.
@@ -83,9 +83,9 @@ def _planned(tensor: Tensor, how: Reduction) -> AllReducePlan:
 
 
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """Sum on one level: in a few launches, in a swap between two ranks, or over the owners.
+    """Sum on one level: in three launches, in a swap between two ranks, or over chunk owners.
 
-    Returns the generator of these steps, since delegating to it would cost time at each step.
+    Returns the generator of the chosen steps; a ``yield from`` would cost time at each step.
     """
     group = how.group
     check_values("tensor", tensor)
@@ -111,13 +111,12 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _swap(tensor: Tensor, first: FirstHop, how: Reduction) -> Steps[None]:
-    """Sum over two ranks: each sends all its values to the other, and decodes its own.
+    """Sum over two ranks: each sends all its values to the other, and decodes its own payload.
 
-    This sends as many bytes as two hops, in which each rank sends half of its values and then half
-    of the sums. But values are encoded only once, so a relative bound allows each encoding twice
-    the error, fixed-size codecs make two thirds of the squared error, and there is one wait instead
-    of two. Both ranks add the same two decoded tensors, and a + b is b + a, so their bits are
-    equal.
+    A swap sends as many bytes as two hops, in which each rank sends half of its values and then
+    half of the sums. But a swap encodes values only once, so a relative bound allows each encoding
+    twice the error, fixed-size codecs make two thirds of the squared error, and there is one wait
+    instead of two. Both ranks add the same two decoded tensors, and a + b equals b + a bit by bit.
     """
     buffer, total = None, tensor
     if tensor.dtype != torch.float32:
@@ -157,7 +156,7 @@ def _round(
     total: Tensor,
     how: Reduction,
 ) -> Steps[None]:
-    """1 sum this rank's part by ``steps``, 2 send the sum to all, 3 keep what that leaves out.
+    """1 sum a part of this rank's chunk by ``steps``, 2 send the sum to all, 3 keep its residual.
 
     ``own``: this rank's chunk of ``tensor``; ``total``: fp32 buffer for the sum of that chunk.
     """

@@ -24,13 +24,13 @@ from hybridcomp.collectives.wire.steps import transfer
 
 @dataclass(frozen=True)
 class Posting:
-    """Codec and split of posted messages: encoded or raw, whole or a part from each holder.
+    """Codec of posted messages, and the split of a tensor over ranks that all hold it.
 
     Attributes:
-        codec: None sends the values unencoded.
-        holders: group of ranks on the sending and on the receiving side that all hold the same
-            tensor; each sends its part, and the receivers gather the payloads. None: this rank
-            sends all of it.
+        codec: codec of the values; None: values are sent unencoded.
+        holders: group of the ranks on this rank's side that all hold the same tensor. On the
+            sending side each sends one part of the tensor; on the receiving side they gather the
+            payloads. None: this rank sends the whole tensor.
     """
 
     codec: Codec | None
@@ -47,7 +47,7 @@ class Posting:
         return HEADER_NBYTES if self.codec is not None and not self.codec.fixed_size else 0
 
     def part(self, values: Tensor) -> Tensor:
-        """Return the part of the flat ``values`` that this rank sends, a view."""
+        """Return a view of the part of the flat ``values`` that this rank sends."""
         return values if self.holders is None else values.chunk(self.parts)[self.holders.rank]
 
     def encode(self, part: Tensor, meter: Meter) -> Tensor:
@@ -63,7 +63,7 @@ class Posting:
         return room[: head + used]
 
     def room(self, values: Tensor) -> Tensor:
-        """Allocate the receive buffer (uint8) of a message for the flat ``values``."""
+        """Allocate the receive buffer (uint8) of the message that fills the flat ``values``."""
         return self._room(values.numel() // self.parts, values)
 
     def _room(self, numel: int, like: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class Posting:
     def decode(self, message: Tensor, values: Tensor, src: int, meter: Meter) -> int:
         """Decode a message from global rank ``src`` into ``values``, after gathering the parts.
 
-        Returns the bytes sent for gathering. Raises CodecError, naming both sides, if the header is
-        not the expected one.
+        Returns the bytes that the gather sent. Raises CodecError, naming both sides, if the header
+        is not the expected one.
         """
         payload, gathered = self._payload(message, values, src), Meter(clock=meter.clock)
         payloads: Sequence[Tensor] = [payload]
@@ -93,7 +93,7 @@ class Posting:
         return gathered.wire_nbytes
 
     def _payload(self, message: Tensor, values: Tensor, src: int) -> Tensor:
-        """Check the header, if there is one, and return the payload behind it."""
+        """Check the header of ``message``, if there is one, and return the payload after it."""
         if self.codec is None or not self._head:
             return message
         header = Header.unpack(bytes(message[:HEADER_NBYTES].tolist()))
@@ -104,7 +104,7 @@ class Posting:
         return message[HEADER_NBYTES : HEADER_NBYTES + header.nbytes]
 
     def _gather(self, own: Tensor, values: Tensor, meter: Meter) -> Sequence[Tensor]:
-        """Gather the payloads of all holders; ``own`` is this rank's."""
+        """Gather the payloads of all holders; ``own``: this rank's payload."""
         assert self.holders is not None
         if self.codec is None:
             out = own.new_empty(self.parts * own.numel())

@@ -1,10 +1,11 @@
-"""broadcast and reduce, with one quantization each, and native versions of both.
+"""broadcast and reduce, with one quantization each, and a native version of each.
 
 In a broadcast the root encodes once and decodes its payload as well, so that all ranks continue
 with the same bits. In a reduction the root adds its values unquantized.
 
-hybridcomp's own layers have no upstream to send their messages natively: ``broadcast_native`` and
-``reduce_native`` do. They sum in the order of ``reduce``, so a lossless codec changes no bit.
+hybridcomp's own layers have no upstream code that sends their messages natively, so they call
+``broadcast_native`` and ``reduce_native``. ``reduce_native`` sums in the order of ``reduce``, so a
+lossless codec changes no bit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def broadcast(
     Args:
         values: 1-D contiguous fp32/bf16/fp16 on the root, None elsewhere. Must not change before
             ``wait()``.
-        out: as long, of the same dtype, apart from ``values``; not to be touched before ``wait()``.
+        out: of the length and dtype of ``values``, without overlap; not to be touched before
+            ``wait()``.
         root: group rank.
         via: codec, group and meter.
         async_op: as for ``all_reduce``.
@@ -88,7 +90,7 @@ class _BroadcastRound:
 
 @dataclass(frozen=True, eq=False)
 class _BroadcastPlan:
-    """The rounds of equal messages; ``held`` is their codec, kept alive for the key."""
+    """Rounds of equal messages; ``held``: their codec, whose ``id`` is in the cache key."""
 
     held: Codec
     codec: Codec  # codec that encodes
@@ -202,7 +204,7 @@ def reduce_native(
 ) -> Handle:
     """Sum ``values`` of all ranks, unencoded, in rank order into ``out`` of ``root``.
 
-    ``values``: 1-D, contiguous, any floating dtype. ``out``: fp32, or fp64 where the values are.
+    ``values``: 1-D, contiguous, any floating dtype. ``out``: fp32, or fp64 for fp64 ``values``.
     Raises CodecError on another ``out``.
     """
     wide = torch.promote_types(values.dtype, torch.float32)

@@ -1,7 +1,8 @@
-"""First hop of every sum: values go encoded to the owners of the sums, who add them in fp32.
+"""First hop of every reduction: ranks send encoded values to owners, which add them in fp32.
 
-An all-reduce between two ranks has one range that both own. The chunks of a longer all-reduce and
-the shards of a reduce-scatter have an owner each, and a bucket states the owners of its ranges.
+An owner is a rank that needs the sum of a range. An all-reduce between two ranks has one range that
+both own. With more ranks each chunk of an all-reduce has one owner, as each shard of a
+reduce-scatter. A bucket states the owners of its ranges.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hybridcomp.collectives.wire.message_rounds import round_count
 
 
 class Summing(Protocol):
-    """Steps that sum ranges of this rank, or one round of them: ``sum_parts`` of a plan."""
+    """Makes the steps that sum the ranges of this rank in one round, as ``sum_parts`` does."""
 
     def __call__(
         self,
@@ -39,13 +40,13 @@ class Summing(Protocol):
         begin: Tensor | None = None,
         in_place: bool = False,
     ) -> Steps[Tensor]:
-        """Return the steps that sum into ``total`` (fp32), and return that.
+        """Return steps that sum into ``total`` (fp32) and then return ``total``.
 
         Args:
-            values, residuals: one tensor; in rounds maybe one for each rank.
-            begin: fp32 start values of the sums; in rounds ``total`` itself.
-            in_place: ``total`` is this rank's range of ``values``; by a table, or for ranks 0
-                and 1.
+            values, residuals: one tensor each; with ``by`` "rounds" also one for each rank.
+            begin: fp32 start values of the sums; with ``by`` "rounds" only ``total`` itself.
+            in_place: whether ``total`` is this rank's range of ``values``: only with ``by``
+                "table", or on ranks 0 and 1.
         """
 
 
@@ -55,10 +56,11 @@ class FirstHop:
 
     Attributes:
         codec: codec of the values.
-        by: the first of three means that the codec has on the device: kernels for equal ``chunks``,
-            or for any slices in a ``table``, in two launches; or exchanges in ``rounds``.
-        rounds: sums of each round; kernels have one round.
-        held: codec of the message, kept alive for the key of a cached hop.
+        by: how the hop runs; the first of these for which the codec has kernels on the device.
+            "chunks": kernels for equal chunks, two launches; "table": kernels for any slices, two
+            launches; "rounds": exchanges of payloads in rounds, without such kernels.
+        rounds: sum of each round; "chunks" and "table" have one.
+        held: codec of the message, kept alive since the cache key has its ``id``.
     """
 
     codec: Codec
@@ -68,7 +70,7 @@ class FirstHop:
 
     @cached_property
     def sum(self) -> Summing:
-        """Return the sum of all rounds, which run side by side."""
+        """Return one sum that runs all rounds overlapped."""
         rounds = self.rounds
         if len(rounds) == 1:
             return rounds[0]
@@ -90,12 +92,12 @@ def plan_first_hop(
 
     Args:
         owners: a direct plan.
-        codecs: codec of the values, and of sums that a second hop sends in the same rounds.
+        codecs: codec of the values; then, if a second hop follows in the same rounds, its codec.
         feedback: whether values have residuals.
-        chunk: elements of the ranges, each with one owner, if kernels for whole chunks may sum
-            them.
-        starts: for values in one tensor for each rank: the start of each in the whole.
-        kernels: whether kernels for all ranges may sum values in one tensor.
+        chunk: elements of each range but the last ones, if each range has one owner and kernels
+            for whole chunks may sum them; else 0.
+        starts: if each rank's values are a separate tensor: its start in the whole message.
+        kernels: whether ``by`` may be "chunks" or "table", which take values as one tensor.
     """
     codec, group, device, cuts = codecs[0], how.group, like.device, tuple(how.cuts)
     fused = codec.fused(device) if kernels and chunk and not cuts else None

@@ -1,7 +1,7 @@
 """Run collectives with codecs that encode all chunks in one GPU launch.
 
-An all_reduce takes three launches, the others two, whatever their sizes. Messages of tensor
-parallelism are so short that the host's time counts: sizes and offsets are planned once for all
+An all_reduce takes three launches and every other collective two, at any size. Messages of tensor
+parallelism are so short that the host's time counts. So sizes and offsets are planned once for all
 messages of one size, and each message takes one allocation.
 """
 
@@ -37,8 +37,8 @@ class _Plan:
     slot: int  # bytes of a whole chunk's payload
     mine: slice  # this rank's elements
     gives: Splits  # bytes sent in an exchange, by rank
-    takes: Splits  # bytes received in it
-    places: tuple[int, ...]  # sizes in bytes, alternating: a buffer, then the gap behind it
+    takes: Splits  # bytes received in an exchange, by rank
+    places: tuple[int, ...]  # sizes in bytes, alternating: a buffer, then the gap after it
 
 
 @lru_cache(maxsize=4096)
@@ -47,8 +47,8 @@ def _planned(
 ) -> _Plan:
     """Plan an exchange of ``numel`` elements in chunks; ``gathers``: a gather of the sums follows.
 
-    It is cached by two lengths instead of all ranks' lengths, which would be hashed for each
-    message.
+    The cache key has the two lengths ``numel`` and ``chunk`` instead of every rank's length, which
+    each message would have to hash.
     """
     edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
     sizes = [codec.wire_nbytes(high - low, dtype) for low, high in pairwise(edges)]
@@ -68,7 +68,7 @@ def _planned_gather(codec: Codec, dtype: torch.dtype, numel: int, ranks: int) ->
 
 
 def room_of(places: Sequence[int], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-    """Allocate one buffer and cut it: ``(buffer to give back, the buffers in it)``."""
+    """Allocate one buffer and cut it at ``places``: ``(buffer to give back, its parts)``."""
     buffer, room = POOL.take_bytes(sum(places), device)
     return buffer, room.unsafe_split_with_sizes(places)[::2]
 
@@ -83,7 +83,7 @@ def fits(*residuals: Residual | None) -> bool:
 
 
 def _own(residual: Residual | None, plan: _Plan, me: int) -> Residual | None:
-    """Return this rank's chunk of the residual, which covers all chunks."""
+    """Return the chunk of rank ``me`` from ``residual``, which covers all chunks."""
     if residual is None or isinstance(residual, Tensor):
         return None if residual is None else residual[plan.mine]
     start = me * -(-plan.chunk // BLOCK) * BLOCK
@@ -95,8 +95,8 @@ def fused_all_reduce(
 ) -> Steps[None]:
     """Sum ``tensor`` over ``group`` in place, with the bytes and results of ``all_reduce``.
 
-    1 encode all chunks but this rank's, 2 all-to-all, 3 sum in rank order and encode in one kernel,
-    which writes no sum to memory, 4 all-gather, 5 decode all chunks.
+    1 encode all chunks but this rank's, 2 all-to-all, 3 sum in rank order and encode the sum in one
+    kernel, which does not write the sum to memory, 4 all-gather, 5 decode all chunks.
     """
     group, meter, residual, owner_residual = how.group, how.meter, how.residual, how.owner_residual
     me, ranks = group.rank, group.size
@@ -134,9 +134,9 @@ def fused_reduce_scatter(
 ) -> Steps[Tensor]:
     """Sum this rank's shard over the group into ``total``, with the results of ``sum_parts``.
 
-    ``values`` and ``residuals``: in one tensor the shards of all ranks one after the other, of
-    ``chunk`` elements each, the last ones shorter or empty; in a residual of few bits each shard
-    begins at a block.
+    ``values`` and ``residuals``: one tensor each, which holds the shards of all ranks in rank
+    order. A shard has ``chunk`` elements; the last shards may be shorter or empty. In a low-bit
+    residual each shard begins at a block border.
 
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
@@ -204,9 +204,9 @@ def fused_all_to_all(
 
 
 def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
-    """Return ``shards`` as one tensor if they lie in memory as its consecutive chunks, else None.
+    """Return ``shards`` as one flat tensor if they are consecutive in memory, else None.
 
-    Chunks are equally long, except for the last non-empty one.
+    Shards must be equally long, except for the last non-empty one and empty ones after it.
     """
     start, length, size = shards[0].data_ptr(), shards[0].numel(), shards[0].itemsize
     total, full, last = 0, True, shards[0]

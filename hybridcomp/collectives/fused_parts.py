@@ -1,4 +1,4 @@
-"""Exchange parts of any lengths with kernels that take a table of them: two GPU launches a message.
+"""Exchange parts of any lengths in two GPU launches, by kernels that take a table of the parts.
 
 The table is planned once for all messages whose parts have the same lengths.
 """
@@ -22,7 +22,7 @@ from hybridcomp.collectives.wire.group import Transfer
 from hybridcomp.collectives.wire.handle import Steps
 from hybridcomp.collectives.wire.splits import Splits
 
-#: maximum remembered exchanges of unequal parts; each has a row for every rank
+#: most plans of exchanges of unequal parts that are cached; a plan has a row for every rank
 MOST_KNOWN = 64
 
 
@@ -35,7 +35,7 @@ class _PartsPlan:
     gives: Splits  # bytes to each rank
     takes: Splits
     places: tuple[int, ...]
-    # part that stays on this rank: its slices of the values and of the output
+    # slices, in the values and in the output, of the part that stays on this rank
     own: tuple[slice, slice]
 
 
@@ -55,7 +55,9 @@ def _planned_parts(
 def _parts_of(
     codec: Codec, dtype: torch.dtype, splits: Splits, me: int, device: torch.device
 ) -> tuple[StretchTable, Splits, int]:
-    """Return the other ranks' parts, all payloads' bytes, and where the part of ``me`` begins."""
+    """Return the table of the other ranks' parts, the payload bytes of every rank, and the start
+    of the part of rank ``me``.
+    """
     nbytes = codec.wire_nbytes_of(splits.array, dtype)
     table, total, start = StretchTable.of_parts(splits.array, nbytes, me, device)
     return table, Splits(nbytes, total), start
@@ -65,7 +67,10 @@ def _parts_of(
 def _planned_stretches(
     codec: Codec, dtype: torch.dtype, numel: int, cuts: tuple[int, ...], ranks: int
 ) -> tuple[StretchTable, int, tuple[int, ...]]:
-    """Plan a gather of shards of ``numel`` elements with cuts: ``(parts, bytes, places)``."""
+    """Plan a gather of shards of ``numel`` elements with ``cuts``.
+
+    Returns ``(table of a shard's slices, bytes of its payloads, places of the buffers)``.
+    """
     edges = np.array(stretches(0, numel, cuts), dtype=np.int64)
     numels = edges[:, 1] - edges[:, 0]
     nbytes = codec.wire_nbytes_of(numels, dtype)
@@ -103,7 +108,7 @@ def parts_to_all(
 
 
 def gather_parts(shard: Tensor, out: Tensor, kernel: PlannedKernel, via: Transfer) -> Steps[None]:
-    """Gather shards with cuts into ``out``, with the bytes and results of ``all_gather``."""
+    """Gather shards with cuts into ``out``, with the same bytes and results as ``all_gather``."""
     numel, ranks = shard.numel(), via.group.size
     parts, slot, places = _planned_stretches(via.codec, shard.dtype, numel, tuple(via.cuts), ranks)
     return gather_by_table(kernel, parts, parts, places, shard, out, via, ranks, slot)
@@ -122,8 +127,8 @@ def gather_by_table(
 ) -> Steps[None]:
     """1 encode the slices ``sent`` of ``values``, 2 all-gather, 3 decode the slices ``arriving``.
 
-    ``places``: bytes of this rank's and of all payloads, in one allocation. ``ranks`` and ``slot``:
-    the slices are those of each rank, so many bytes apart.
+    ``places``: bytes, in one allocation, of this rank's payloads and of all ranks' payloads. With
+    several ``ranks``, ``arriving`` applies to each rank's payloads, which lie ``slot`` bytes apart.
     """
     room, (payload, gathered) = room_of(places, values.device)
     # 1

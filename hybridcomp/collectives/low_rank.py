@@ -1,19 +1,20 @@
 """Sum gradients by low-rank factors: PowerSGD (Vogels et al. 2019, arXiv 1905.13727, alg. 1 and 2).
 
-Each step runs one power iteration, which starts from the last one's result. With M_r the matrix of
-rank r and Q its right factor, orthonormal and the same on all ranks,
+Each step runs one power iteration, which starts from the result of the previous step. With M_r the
+matrix of rank r, and Q the right factor, orthonormal and the same on all ranks,
 
     P = orthonormal basis of sum_r M_r Q,    Q' = sum_r M_r^T P,    P Q'^T = P P^T sum_r M_r
 
-approximates the sum. The error on rank r, (1 - P P^T) M_r, is that rank's residual: the residuals
-of all ranks add up to the exact minus the delivered sum. (The paper keeps M_r minus the mean
-instead: the part of it that differs between ranks is never sent and grows like a random walk.)
+approximates the sum. The residual of rank r is its error (1 - P P^T) M_r; the residuals of all
+ranks add up to the exact sum minus the delivered sum. (The paper instead keeps M_r minus the
+delivered mean. The part of this residual that differs between ranks is never sent and grows like a
+random walk.)
 
 Every rank computes with the same sums, so replicas stay equal if the ranks of a group use the same
 library on the same kind of device with equally many threads.
 
-torch's ``powerSGD_hook`` does not fit: its state is kept by DDP's bucket indices, it divides by the
-size of the group, and its residuals can follow neither a parameter nor a loss scale.
+torch's ``powerSGD_hook`` does not fit: it keeps its state by DDP's bucket index, it divides by the
+group size, and its residuals cannot be moved with a parameter or rescaled with the loss scale.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hybridcomp.collectives.wire.handle import Steps
 class Matrix:
     """A slice of a flat tensor that holds ``rows`` x ``columns`` values, row by row."""
 
-    key: str  # name of the matrix, equal on all ranks
+    key: str  # name of the matrix, the same on all ranks
     start: int
     rows: int
     columns: int
@@ -52,20 +53,21 @@ class Matrix:
 
 #: orthonormal right factors by ``Matrix.key``, (columns, rank) fp32
 WarmStarts = MutableMapping[str, Tensor]
-#: called with squared L2 norms, float64 (): new residual, values + residual, values
+#: called with three squared L2 norms, float64 (): of the new residual, of values + old residual,
+#: and of the values
 Measure = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Factoring:
-    """Matrices in a flat tensor, and the right factors from which their sums start.
+    """Matrices in a flat tensor, and the right factors from which power iterations start.
 
     Attributes:
         matrices: slices of the tensor in order, without overlap; the same on all ranks.
         rank: rank of the factors, the same on all ranks.
         warm: right factors, the same on all ranks; updated.
         needed: ``[start, stop)`` slices that the caller reads; None: the whole tensor.
-        measure: called with squared norms, if this step takes a sample.
+        measure: called with squared norms (``Measure``); None: this step takes no sample.
     """
 
     matrices: Sequence[Matrix]
@@ -92,7 +94,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
     """Sum ``values`` over a group: matrices by low-rank factors, everything else exactly.
 
     1 add the values to the residual, which then holds the values to sum
-    2 all-reduce the left factors and, behind them, the values outside of matrices
+    2 all-reduce the left factors, followed by the values outside matrices
     3 all-reduce the right factors; subtract this rank's part of the product from the residual
     4 multiply the factors of matrices that are needed; keep the right factors for the next step
 
@@ -100,10 +102,10 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
 
     Args:
         values: 1-D contiguous fp32/bf16/fp16, not modified.
-        how: group, meter and residual; the residual is fp32, as long as ``values``, and is updated;
-            outside matrices it is 0.
+        how: group, meter and residual. The residual is fp32, as long as ``values``, and is updated;
+            outside matrices it becomes 0.
 
-    Returns the fp32 sum, undefined in matrices that are not needed at all.
+    Returns the fp32 sum. Its values are undefined in a matrix of which the caller needs no part.
     """
     values, residual, meter, matrices = values.detach(), how.residual, how.meter, factoring.matrices
     assert isinstance(residual, Tensor), "low rank without fp32 error feedback"
@@ -160,7 +162,7 @@ def _leave(
     carried: Iterable[Tensor],
     rest: Sequence[tuple[int, int]],
 ) -> None:
-    """Subtract the factors' products from ``residual``, and zero it outside matrices."""
+    """Subtract ``carried``, the factors' products, from ``residual``; zero it outside matrices."""
     for matrix, delivered in zip(matrices, carried, strict=True):
         settle(matrix.of(residual), delivered)
     for start, stop in rest:
@@ -178,12 +180,12 @@ def _put(result: Tensor, rest: Sequence[tuple[int, int]], outside: Tensor) -> No
 def follow(warm: WarmStarts, key: str, right: Tensor) -> None:
     """Keep the right factor for the next step, unless it has a NaN or Inf."""
     basis = _orthonormal(right)
-    # chosen on the device, so that the host does not wait
+    # selected on the device, so that the host does not wait for it
     warm[key] = torch.where(basis.isfinite().all(), basis, warm[key])
 
 
 def _warm_start(warm: WarmStarts, matrix: Matrix, rank: int, device: torch.device) -> Tensor:
-    """Return the right factor to start from; a first one is random, seeded only by the key."""
+    """Return the right factor to start from; the first is random, seeded by the matrix key only."""
     found = warm.get(matrix.key)
     if found is None or found.shape != (matrix.columns, rank):
         seed = int.from_bytes(hashlib.sha256(matrix.key.encode()).digest()[:7], "little")
@@ -194,15 +196,15 @@ def _warm_start(warm: WarmStarts, matrix: Matrix, rank: int, device: torch.devic
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns; Householder QR, which allows dependent columns.
+    """Return an orthonormal basis of ``columns`` by Householder QR, which allows dependent columns.
 
-    The result is contiguous: a product's bits depend on the layout, which a checkpoint may not
-    keep.
+    The result is contiguous, since the bits of a matrix product depend on the memory layout of its
+    inputs, which a checkpoint may not keep.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.contiguous()
 
 
 def _split(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
-    """Cut ``flat`` into parts of these lengths and the remainder."""
+    """Cut ``flat`` into parts of ``numels`` elements and the remainder."""
     return list(torch.split(flat, [*numels, flat.numel() - sum(numels)]))

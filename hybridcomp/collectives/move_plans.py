@@ -24,9 +24,11 @@ class MovePlan:
     """Cached plan of a single-level gather or exchange, which goes one of three ways.
 
     Attributes:
-        held: the codec of the message, and of an exchange the lengths, kept alive for the key.
+        held: codec of the message and, for an exchange, its ``Splits``; kept alive, since the cache
+            key has their ``id``.
         codec: codec of the quantization.
-        fused: kernels for two launches; ``parts``: kernels for shards with cuts or unequal parts.
+        fused: first way: kernels for equal chunks, in two launches.
+        parts: second way: kernels for shards with cuts or unequal parts, in two launches.
     """
 
     held: tuple[object, ...]
@@ -37,7 +39,7 @@ class MovePlan:
 
 @dataclass(frozen=True, eq=False)
 class AllGatherPlan(MovePlan):
-    """Plan of a gather; ``rounds``: without kernels each round, with its slices of a shard."""
+    """Plan of a gather; ``rounds``: third way: the slices of a shard that each round gathers."""
 
     rounds: list[tuple[list[Range], GatherPlan]]
 
@@ -59,7 +61,7 @@ def plan_all_gather(shard: Tensor, via: Transfer) -> AllGatherPlan:
 
 @dataclass(frozen=True, eq=False)
 class AllToAllPlan(MovePlan):
-    """Plan of an exchange of parts; ``exchange``: its payloads, if there are no kernels."""
+    """Plan of an exchange of parts; ``exchange``: third way: the exchange of the payloads."""
 
     exchange: ExchangePlan | None
 
@@ -67,7 +69,7 @@ class AllToAllPlan(MovePlan):
 def plan_all_to_all(
     takes: Splits, gives: Splits, dtype: torch.dtype, device: torch.device, via: Transfer
 ) -> AllToAllPlan:
-    """Plan an exchange of parts of these lengths."""
+    """Plan an exchange of parts; ``takes``, ``gives``: elements from and to each rank."""
     group = via.group
     (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
     fused = codec.fused(device) if takes.each == gives.each > 0 else None

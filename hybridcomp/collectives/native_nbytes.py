@@ -1,7 +1,7 @@
 """Count the bytes that one rank sends to other ranks when a message is native.
 
-Bandwidth-optimal algorithms, as in NCCL's accounting (nccl-tests, PERFORMANCE.md): a ring sends
-``(W-1)/W`` of the buffer for a reduce-scatter and again for the all-gather of an all-reduce.
+The counts assume bandwidth-optimal algorithms, as NCCL's do (nccl-tests, PERFORMANCE.md): a ring
+sends ``(W-1)/W`` of the buffer in a reduce-scatter or an all-gather, twice that in an all-reduce.
 Results are cached, since every message needs one and messages have few sizes.
 """
 
@@ -20,7 +20,7 @@ def all_reduce_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
 
 @lru_cache(maxsize=4096)
 def reduce_scatter_nbytes(total_numel: int, dtype: torch.dtype, world_size: int) -> int:
-    """Return the bytes of a reduce-scatter; ``total_numel``: elements of all shards of one rank."""
+    """Return the bytes of a reduce-scatter; ``total_numel``: elements of one rank's whole input."""
     return (world_size - 1) * total_numel * dtype.itemsize // world_size
 
 

@@ -1,8 +1,8 @@
 """Exchange the slices of an owner plan in a constant number of kernel launches.
 
-For codecs with kernels for all slices of a plan (``codecs.launches.PlannedKernel``); bytes and
-results equal those of ``wire.exchanges`` and of ``owner_reduction``'s second hop. Everything that
-does not depend on values is planned, and kept on the device.
+It serves codecs with kernels for all slices of a plan (``codecs.launches.PlannedKernel``). Bytes
+and results equal those of ``wire.exchanges`` and of the second hop in ``owner_reduction``.
+Everything that does not depend on values is planned once and kept on the device.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ class OwnerExchange:
     Attributes:
         kernel: kernels for all slices.
         gives, takes: bytes to and from each rank.
-        places: bytes for both message buffers, and for the payloads before ``copies``, in one
-            allocation.
-        outgoing, incoming: slices that are encoded, and slices that are summed or decoded.
-        in_blocks: whether all slices begin at block borders of a few-bit residual.
-        stays: sums that this rank computes and owns: ``[start, stop)`` in its chunk, and their
+        places: bytes of the received message, of the sent message and, with ``copies``, of the
+            payloads before they are copied, in one allocation.
+        outgoing: slices that this rank encodes.
+        incoming: slices that this rank sums (direct plan) or decodes (balanced plan).
+        in_blocks: whether all slices begin at block borders of a low-bit residual.
+        stays: sums that this rank computes and alone owns: ``[start, stop)`` in its chunk, and the
             start in the tensor of its sums.
         copies: copies payloads that go to several ranks into the sent message.
-        again: slices that this rank owns with others: like them, it decodes its own payload.
-        shared: in a direct plan, the sums of such slices, with the decoded payload as this rank's
-            values.
+        again: slices that this rank owns together with other ranks. It decodes its own payload of
+            them, so that all owners get the same bits.
+        shared: in a direct plan, sums of the slices in ``again``, to which this rank adds its
+            decoded payload instead of its exact values.
     """
 
     kernel: PlannedKernel
@@ -58,13 +60,13 @@ class OwnerExchange:
     shared: StretchTable | None = None
 
     def room(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Allocate ``(buffer to give back, this rank's payloads, received, sent bytes)``."""
+        """Allocate ``(buffer to give back, this rank's payloads, received bytes, sent bytes)``."""
         buffer, cut = room_of(self.places, like.device)
         return buffer, cut[-1], cut[0], cut[1]
 
 
 def direct_exchange(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
-    """Plan the exchange in which each rank sends the values of all runs to their owners."""
+    """Plan the exchange in which each rank sends its values of all runs to the runs' owners."""
     mine, rows = plan.sums_of(of.me), cut_ranges(plan.runs, of.cuts)
     outgoing = [owned for owned in rows if owned.ranks != (of.me,)]
     gives, sent, copies = lay_out(
@@ -98,7 +100,7 @@ def direct_exchange(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> 
 
 
 def balanced_exchange(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
-    """Plan the exchange in which each rank sends the sums of its chunk to their owners."""
+    """Plan the exchange in which each rank sends the sums of its chunk to the sums' owners."""
     assert plan.even is not None, "a balanced plan"
     mine, start = plan.sums_of(of.me), plan.even.ranges[of.me].start
     parts = cut_at_chunks(cut_ranges(plan.runs, of.cuts), of.ranks)
@@ -137,7 +139,7 @@ def _part(ranks: tuple[int, ...], low: int, numel: int, of: SendingRank) -> Part
 
 
 def _places(gives: Splits, takes: Splits, copies: CopiedPayloads | None) -> tuple[int, ...]:
-    """Return the places of ``OwnerExchange.room``; without copies payloads are the message."""
+    """Return ``OwnerExchange.places``; without copies the payloads are the sent message."""
     if copies is None:
         return places_of(takes.total, gives.total)
     return places_of(takes.total, gives.total, copies.nbytes)
@@ -154,8 +156,8 @@ def sum_at_owners(
 ) -> Steps[Tensor]:
     """1 encode all runs of other ranks, 2 all-to-all, 3 sum this rank's runs in rank order.
 
-    A few-bit residual is converted to fp32 meanwhile if a run begins inside one of its blocks.
-    ``begin``: for a plan without shared runs. The rest as in ``sum_parts``.
+    If a run begins inside a block of a low-bit residual, the residual is fp32 during these steps.
+    ``begin``: only for a plan without shared runs; other arguments are as in ``sum_parts``.
     """
     (tensor,), (residual,) = values, (None,) if residuals is None else residuals
     group, meter, kernel, buffer = via.group, via.meter, exchange.kernel, None
@@ -191,8 +193,8 @@ def send_sums(
 ) -> Steps[None]:
     """1 encode this rank's chunk ``total`` for the owners, 2 all-to-all, 3 decode into ``sums``.
 
-    With ``feedback`` the chunk becomes the residual of this quantization, 0 where sums stay on this
-    rank: these are copied.
+    Sums that stay on this rank are copied instead. With ``feedback`` the chunk becomes the residual
+    of this quantization, which is 0 where sums stay.
     """
     meter, kernel = via.meter, exchange.kernel
     room, payloads, received, sent = exchange.room(total)

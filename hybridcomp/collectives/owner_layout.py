@@ -1,4 +1,4 @@
-"""Lay out the payloads for owners in the order in which a message holds them."""
+"""Lay out the payloads for owners in the order in which the message holds them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORD = 8
 
 @dataclass(frozen=True)
 class SendingRank:
-    """Rank, codec, dtype, device and boundaries of an exchange."""
+    """This rank in an exchange: its number, the number of ranks, codec, dtype, device and cuts."""
 
     me: int
     ranks: int
@@ -40,9 +40,9 @@ class CopiedPayloads:
 
     Attributes:
         nbytes: bytes of all payloads, each counted once.
-        unit: words of a row: the largest number that divides the length of every payload.
-        rows: for each row of the message the row of the payloads, int64 on the device. For the
-            shortest payloads this index takes half as many bytes as the message.
+        unit: words of a row: the greatest common divisor of the payloads' lengths in words.
+        rows: for each row of the message, the row of the payloads that it copies; int64 on the
+            device. With the shortest payloads ``rows`` takes half as many bytes as the message.
     """
 
     nbytes: int
@@ -55,18 +55,18 @@ class CopiedPayloads:
         torch.index_select(words, 0, self.rows, out=out)
 
 
-#: values for other ranks only: these ranks, the first element, the number of elements
+#: values to send: the ranks that receive them, the first element, the number of elements
 Part = tuple[tuple[int, ...], int, int]
 
 
 def lay_out(
     parts: Sequence[Part], of: SendingRank
 ) -> tuple[Splits, list[PlannedStretch], CopiedPayloads | None]:
-    """Lay payloads out by rank, then in the order of ``parts``.
+    """Lay payloads out by receiving rank, then in the order of ``parts``.
 
-    Returns the bytes by rank, a slice for each part, and the copies that build the message from the
-    payloads of these slices: None if no payload goes to several ranks, so that they are the
-    message.
+    Returns the bytes to each rank, a slice for each part, and the copies that build the message
+    from the payloads. The copies are None if no payload goes to several ranks: the payloads are
+    then the message.
     """
     sizes = [of.nbytes(numel) for _, _, numel in parts]
     message: list[list[int]] = [[] for _ in range(of.ranks)]

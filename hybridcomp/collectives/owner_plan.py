@@ -1,7 +1,7 @@
 """Plan the reduction of a bucket whose ranges have owners: which rank sums, which ranks receive.
 
-The same buckets come every step, and a plan depends only on their ranges, so plans are cached.
-Groups recognize a tuple of ranges by its identity: hashing 4,096 ranges takes 3 ms.
+The same buckets come every step, and a plan depends only on a bucket's ranges, so plans are cached.
+A group looks its plans up by the identity of the tuple of ranges: hashing 4,096 ranges takes 3 ms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACE_ALIGN = 32
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """The part of one range inside one chunk, in the second hop of the balanced plan."""
+    """Part of a range that lies in one chunk, for the second hop of the balanced plan."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class OwnedPart:
 
     @property
     def stays(self) -> bool:
-        """Return whether only the summing rank needs it, so that it is not quantized again."""
+        """Return whether only the summing rank needs the sum, so that it is not quantized again."""
         return self.ranks == (self.source,)
 
 
@@ -54,14 +54,14 @@ class OwnerPlan:
     """Plan of the reduction of one bucket.
 
     Attributes:
-        kind: ``direct``: every rank sends to the owners; ``balanced``: each rank sums a chunk of an
-            even split and sends the sums to their owners.
+        kind: ``direct``: every rank sends its values to the owners; ``balanced``: each rank sums
+            one chunk of an even split and sends the sums to their owners.
         numel: elements of the bucket.
-        runs: ranges with neighbours of the same owners merged and empty ones left out.
-        longest: elements of the longest row of a message to the owners: of one set of owners, or
-            (balanced) from one rank to one set of owners.
+        runs: nonempty ranges, with neighbours of the same owners merged.
+        longest: elements of the longest row, which ``round_count`` cuts. A row is all that goes to
+            one set of owners; in a balanced plan all that goes there from one rank.
         sole: whether every range has one owner.
-        even: balanced: the direct plan of the even split.
+        even: in a balanced plan, the direct plan of the even split; else None.
     """
 
     kind: PlanKind
@@ -94,7 +94,7 @@ class OwnedSums:
 
     Attributes:
         numel: elements of the tensor.
-        starts, places: start of each run in the bucket and in the tensor.
+        starts, places: start of each run in the bucket, and in the tensor.
         results: ``[start, stop)`` in the tensor of every range that the rank owns, in order.
     """
 
@@ -118,9 +118,10 @@ class OwnedSums:
 def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
     """Return the plan for ``ranges``, the same on all ranks.
 
-    It chooses the plan in which the busiest rank sends or receives fewer elements. A rank that owns
-    a whole bucket would receive ``W - 1`` times its length directly, but at most twice its length
-    in the balanced plan. On a tie it takes direct, which quantizes only once.
+    Of the direct and the balanced plan it chooses the one in which the busiest rank sends or
+    receives fewer elements; on a tie the direct plan, which quantizes only once. The owner of a
+    whole bucket receives ``W - 1`` times the bucket's length in the direct plan, at most twice its
+    length in the balanced plan.
 
     Raises CodecError unless the ranges follow each other from 0 and have distinct known owners.
     """
@@ -165,13 +166,13 @@ def _check_ranges(ranges: Sequence[OwnedRange], world_size: int) -> None:
 
 
 def even_ranges(numel: int, world_size: int) -> list[OwnedRange]:
-    """Return ``chunk_ranges`` as ranges, each owned by its rank."""
+    """Return the chunks of ``chunk_ranges`` as ranges; rank r owns chunk r."""
     chunks = chunk_ranges(numel, world_size)
     return [OwnedRange(start, stop, (rank,)) for rank, (start, stop) in enumerate(chunks)]
 
 
 def cut_at_chunks(ranges: Sequence[OwnedRange], world_size: int) -> list[OwnedPart]:
-    """Cut the ranges at the borders of ``chunk_ranges``, in order."""
+    """Cut the ranges at the borders of ``chunk_ranges``; the parts are in order."""
     chunks = chunk_ranges(max((owned.stop for owned in ranges), default=0), world_size)
     size = chunks[0][1] or 1
     return [
@@ -228,7 +229,9 @@ def cut_ranges(ranges: Iterable[OwnedRange], cuts: Sequence[int]) -> list[OwnedR
 def range_rounds(
     ranges: Sequence[OwnedRange], cuts: Sequence[int], count: int
 ) -> list[list[OwnedRange]]:
-    """Cut ``ranges`` at ``cuts`` and into rounds, each with a share of every set of owners."""
+    """Cut ``ranges`` at ``cuts`` and into rounds, each with a part of what every set of owners
+    owns.
+    """
     rows: dict[tuple[int, ...], list[Range]] = {}
     for owned in cut_ranges(ranges, cuts):
         rows.setdefault(owned.ranks, []).append((owned.start, owned.stop))
@@ -240,8 +243,10 @@ def range_rounds(
 def part_rounds(
     ranges: Sequence[OwnedRange], cuts: Sequence[int], world_size: int, count: int
 ) -> list[list[OwnedPart]]:
-    """Cut ``ranges`` at ``cuts`` and chunks, and into rounds, each with a share of every path from
-    a source to its owners."""
+    """Cut ``ranges`` at ``cuts`` and chunks, and into rounds.
+
+    Each round has a part of what every source sends to every set of owners.
+    """
     rows: dict[tuple[tuple[int, ...], int], list[Range]] = {}
     for part in cut_at_chunks(cut_ranges(ranges, cuts), world_size):
         rows.setdefault((part.ranks, part.source), []).append((part.start, part.stop))
@@ -249,7 +254,7 @@ def part_rounds(
 
 
 def _dealt(rows: dict[Key, list[Range]], count: int) -> list[list[tuple[Range, Key]]]:
-    """Deal every row to ``count`` rounds; return the ranges of each round, ascending."""
+    """Divide every row over ``count`` rounds; return the ranges of each round, ascending."""
     return [
         sorted(
             ((edges, key) for key, row in zip(rows, shares, strict=True) for edges in row),

@@ -31,14 +31,15 @@ from hybridcomp.collectives.wire.steps import add_alone, given
 def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> list[Tensor]:
     """Sum ``tensor`` over a group; only the owners of a range get its sum.
 
-    ``plan_of`` chooses the plan. The error of an element is at most ``W * e1`` (direct) or ``(W -
-    1) * e1 + e2`` (balanced), in two levels with nodes in place of ranks. Owners of one range get
-    the same bits.
+    ``plan_of`` chooses a direct or a balanced plan. With e1 the codec's bound for one rank's values
+    and e2 its bound for the sum, the error of an element is at most ``W * e1`` (direct) or
+    ``(W - 1) * e1 + e2`` (balanced); in two levels nodes take the place of ranks. All owners of a
+    range get the same bits.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16, not modified.
         ranges: cover ``tensor`` in order, each with at least one rank; the same on all ranks.
-        how: reduction; its owner residual is used if ``owner_hops`` is 2.
+        how: codec, group, meter and residuals; ``owner_residual`` is used if ``owner_hops`` is 2.
 
     Returns the fp32 sum of every range that this rank owns, in the order of ``ranges``; the
     tensors may be views of one buffer that belongs to the caller.
@@ -54,7 +55,8 @@ def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reductio
 def keep_to_owners(tensor: Tensor, how: Transfer, total: Tensor) -> None:
     """Sum ``tensor`` over the node and add this rank's slice of the sum to ``total``, fp32.
 
-    A later ``reduce_to_owners`` of a tensor with the same cuts sends it by ``Reduction.kept``.
+    A later ``reduce_to_owners`` of a tensor with the same cuts sends ``total``, if the caller
+    passes it as ``Reduction.kept``.
     """
     edges = chunk_ranges(tensor.numel(), how.group.width)
     lengths = [stop - start for start, stop in edges]
@@ -80,7 +82,7 @@ def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
 def _in_two_levels(
     tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
 ) -> Steps[list[Tensor]]:
-    """1 sum this rank's slice over the node, 2 reduce to owners' nodes, 3 then to the owners."""
+    """1 sum this rank's slice over the node, 2 reduce to owner nodes, 3 scatter to the owners."""
     levels = how.group.levels
     assert levels is not None
     codec = how.codec.for_presummed(levels.width)
@@ -101,7 +103,7 @@ def _in_two_levels(
 def _flat(
     tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
 ) -> tuple[Steps[Any], list[Tensor]]:
-    """Return the single-level steps, direct or balanced as planned, and the sums they fill."""
+    """Return the steps on one level, as planned, and the sums into which these steps write."""
     check_values("tensor", tensor)
     check_residual("residual", how.residual, tensor.numel())
     plan = _planned(tensor, ranges, how)
@@ -136,7 +138,7 @@ def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Bu
 
 
 def _alone(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) -> None:
-    """Copy the runs into the sums, in a group of one rank, and add the residual."""
+    """Copy the runs into ``sums`` and add the residual, in a group of one rank."""
     for run in plan.owners.runs:
         here, out = slice(run.start, run.stop), plan.mine.part(sums, run.start, run.stop)
         out.copy_(tensor[here])

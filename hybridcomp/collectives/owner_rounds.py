@@ -1,7 +1,7 @@
 """Plan how a group reduces equal buckets: codecs, kernels and the messages of every round.
 
-``owner_plan`` assigns sums to ranks; this module turns that into one rank's messages, with codec,
-dtype and cuts. A plan is made for the first bucket and kept with the group.
+``owner_plan`` assigns sums to ranks; this module turns the assignment into one rank's messages,
+with codec, dtype and cuts. A plan is made for the first bucket and kept with the group.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ class BucketPlan:
     """Plan of a single-level reduction to owners, cached for buckets of one layout.
 
     Attributes:
-        held: codec and ranges of the reduction, kept alive for the key.
-        owners, mine: the plan that assigns sums to ranks, and the positions of this rank's sums.
-        specs: specs of the codecs of the quantizations, one or two, for the meter.
-        first: the hop to the owners, or (balanced) to the ranks that sum a chunk each; None if
-            there is nothing to send.
-        chunk: this rank's chunk of the even split (balanced).
-        alone: position of this rank's chunk in the tensor of its sums, if no other rank needs any
-            of it and kernels sum it; it is then summed in place.
-        table: kernels for the second hop and its slices; ``scatters``: its rounds without such
-            kernels.
+        held: codec and ranges of the reduction, kept alive since the cache key has their ``id``.
+        owners: the plan that assigns sums to ranks.
+        mine: positions of this rank's sums.
+        specs: spec of the codec of each quantization, one or two, for the meter.
+        first: the hop to the owners (direct) or to the ranks that sum a chunk each (balanced); None
+            if there is nothing to send.
+        chunk: balanced: this rank's chunk of the even split.
+        alone: position of this rank's chunk in the tensor of its sums, if this rank is its only
+            owner and kernels sum it; the chunk is then summed at this position.
+        table: balanced: the second hop by kernels for all its slices.
+        scatters: balanced: the rounds of the second hop, if there are no such kernels.
     """
 
     held: tuple[Codec, Sequence[OwnedRange]]
@@ -66,11 +67,12 @@ class ScatterRound:
     Ranges refer to this rank's chunk of the even split, or to the tensor of the sums that it owns.
 
     Attributes:
-        exchange: exchange of the payloads; ``sent``: its jobs, as ranges of the chunk.
-        arriving: ranges into which other ranks' payloads are decoded, by source.
-        again: jobs whose payloads this rank also decodes, as one of several owners, with their
-            target ranges.
-        stays: ranges that only this rank needs: in the chunk, and in its sums.
+        exchange: exchange of the payloads.
+        sent: ranges of the chunk that are encoded, one for each job of ``exchange``.
+        arriving: ranges of the sums into which other ranks' payloads are decoded, by source.
+        again: jobs whose payloads this rank also decodes, since it is one of several owners, each
+            with its range of the sums.
+        stays: ranges that only this rank needs, each as a range of the chunk and one of the sums.
     """
 
     exchange: ExchangePlan
@@ -81,8 +83,7 @@ class ScatterRound:
 
 
 def plan_bucket(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
-    """Plan the sum of ``tensor``, or of one like it. Raises CodecError when the ranges do not cover
-    the tensor."""
+    """Plan the reduction of tensors like ``tensor``; raise CodecError if ranges do not cover it."""
     group, held = how.group, (how.codec, ranges)
     owners = plan_of(tuple(ranges), group.size)
     if owners.numel != tensor.numel():
@@ -103,7 +104,8 @@ def plan_bucket(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) ->
 def _balanced(tensor: Tensor, plan: BucketPlan, even: OwnerPlan, how: Reduction) -> BucketPlan:
     """Plan to sum the chunks of ``even`` and to send the sums to their owners.
 
-    A bounded codec must encode the same slices in both hops, so both are cut at changes of owner.
+    A bounded codec must encode the same slices in both hops, so both hops are also cut where the
+    owner changes.
     """
     group, device, owners, cuts = how.group, tensor.device, plan.owners, tuple(how.cuts)
     codecs = how.codec.split_error_budget(2, group.size, exact=1)
@@ -131,7 +133,7 @@ def _balanced(tensor: Tensor, plan: BucketPlan, even: OwnerPlan, how: Reduction)
 
 
 def _alone_at(plan: BucketPlan, me: int) -> int | None:
-    """Return the start of rank ``me``'s chunk in its sums, if it is the only owner of all of it."""
+    """Return where rank ``me``'s chunk starts in its sums; None unless it alone owns the chunk."""
     chunk = plan.chunk
     assert chunk is not None
     for run in plan.owners.runs:

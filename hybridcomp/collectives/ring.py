@@ -3,11 +3,11 @@
 A ``PackedMessage`` holds several tensors of one dtype. Its owner packs it; every other rank
 receives it, decodes the tensors that it needs, and forwards the same bytes. In host memory it
 starts with a header (``headers.Header``), so that a rank whose neighbour has other shapes or
-another block raises an error instead of computing with wrong values. On a GPU there is no header,
-since reading it would make the host wait.
+another "compression" block raises an error instead of computing with wrong values. On a GPU there
+is no header, since the host would have to wait to read it.
 
-Payload sizes, if they vary, follow the header. On a GPU they are a separate message ahead of the
-payload: the host waits for it, while the payload travels during a block of attention.
+Payload sizes, if they vary, follow the header. On a GPU they are a separate message, sent before
+the payload. The host waits only for the sizes; the payload is sent while attention is computed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Contents:
 
 @dataclass(eq=False)
 class PackedMessage:
-    """Message of several tensors: uint8, ``head`` bytes, then payloads of ``nbytes``.
+    """Message of several tensors, uint8: ``head`` bytes, then one payload of ``nbytes[i]`` each.
 
-    ``buffer`` is given back to the pool once the message is no longer read.
+    ``release`` gives ``buffer`` back to the pool once the message is no longer read.
     """
 
     contents: Contents
@@ -70,9 +70,9 @@ class PackedMessage:
 
 @dataclass(eq=False)
 class Ring:
-    """Ring of ranks that pass packed messages on, with codec (None: unencoded), group and meter.
+    """Ring of ranks that forward packed messages, with group, meter and device of the messages.
 
-    ``device``: device of the messages.
+    ``codec`` None: tensors are sent unencoded.
     """
 
     codec: Codec | None
@@ -129,8 +129,9 @@ class Ring:
     ) -> Pending[PackedMessage | None]:
         """Send to group rank ``rank + by`` and receive from ``rank - by``, modulo the size.
 
-        The messages are under way when this returns; ``wait()`` gives the received parcel.
-        ``parcel`` None: send nothing; ``expected`` None: receive nothing. The neighbour must agree.
+        It returns once the messages are posted; ``wait()`` returns the received message.
+        ``parcel`` None: send nothing; ``expected`` None: receive nothing. The neighbours must call
+        ``shift`` accordingly.
         """
         return Pending(self._shift(parcel, by, expected), self.meter, async_op=True)
 
@@ -157,7 +158,7 @@ class Ring:
     def _tell_sizes(
         self, parcel: PackedMessage | None, expected: Contents | None, src: int, dst: int
     ) -> list[int]:
-        """Exchange payload sizes; the host waits for those that it receives."""
+        """Exchange payload sizes with the neighbours; the host waits for the received sizes."""
         mine = out = None
         if parcel is not None:
             mine = torch.tensor(parcel.nbytes, dtype=torch.int64, device=self.device)
@@ -169,7 +170,7 @@ class Ring:
         return self._checked([int(size) for size in out.tolist()], expected, src)
 
     def _checked(self, sizes: list[int], contents: Contents, src: int) -> list[int]:
-        """Return the ``sizes`` that rank ``src`` announced. Raises CodecError if impossible."""
+        """Return ``sizes``; raise CodecError if rank ``src`` announced an impossible size."""
         assert self.codec is not None, "sizes of values without a codec are known"
         sender = f"rank {self.group.global_ranks[src]}"
         for nbytes, largest in zip(sizes, self._most(contents), strict=True):
@@ -177,7 +178,7 @@ class Ring:
         return sizes
 
     def _room(self, expected: Contents, told: list[int] | None) -> PackedMessage:
-        """Allocate a receive buffer for payloads of ``told`` bytes; None: of the largest ones."""
+        """Allocate a receive buffer for payloads of ``told`` bytes; None: of the largest sizes."""
         head, nbytes = self._head(expected), self._most(expected) if told is None else told
         buffer, message = POOL.take_bytes(head + sum(nbytes), self.device)
         return PackedMessage(expected, message, nbytes, head, buffer)
@@ -230,7 +231,7 @@ class Ring:
 
 
 def _told(contents: Contents) -> tuple[torch.dtype, int]:
-    """Return dtype and elements for a header; fp64, which codecs refuse, counts as fp32 pairs."""
+    """Return dtype and elements for a header; an fp64, which codecs refuse, counts as two fp32."""
     if contents.dtype == torch.float64:
         return torch.float32, 2 * contents.numel
     return contents.dtype, contents.numel

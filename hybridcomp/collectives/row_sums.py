@@ -1,14 +1,14 @@
-"""Sum the touched rows of a table that every rank holds: gathered, or by owner.
+"""Sum the touched rows of a table that every rank holds: by a gather, or at owner ranks.
 
-1. Each rank sends a header: an error in its rows, the number of rows, the bytes of their row
-   numbers.
+1. Each rank sends a header: an error in its row numbers if any, the number of its touched rows, and
+   the bytes of their encoded row numbers.
 2. Each rank sends its row numbers (``codecs.row_ids``). Now all ranks know which rows all others
    touched.
-3. All ranks compute alike which form takes the fewest encoded bytes over all ranks, and use it:
-   gather each rank's rows go to all others, one quantization; owner row i goes to rank i % ranks,
-   which sends the sum to all others, two quantizations; The dense table is no third form: even if
-   all rows are touched, "owner" sends at most the bytes of its all-reduce, with as many
-   quantizations.
+3. All ranks compute which form sends the fewest encoded bytes over all ranks, and use this form.
+   "gather": each rank sends its rows to all others, with one quantization. "owner": each rank sends
+   row i to rank i % ranks, which sends the sum to all others, with two quantizations.
+   An all-reduce of the dense table is no third form: even if all rows are touched, "owner" sends at
+   most as many bytes, with as many quantizations.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FORMS: tuple[Form, ...] = ("gather", "owner")
 class TouchedRows(NamedTuple):
     """Rows of a table.
 
-    ids: (k,), int64 on the host; ascending and distinct for one rank and for a sum. values: (k,
-    width), fp32, bf16 or fp16.
+    ids: (k,), int64 on the host; ascending and distinct, except where ``gather_rows`` concatenates
+    the rows of all ranks. values: (k, width), fp32, bf16 or fp16.
     """
 
     ids: Tensor
@@ -53,7 +53,7 @@ class RowError(NamedTuple):
 def gather_ids(
     mine: Tensor, rows: int, wrong: int | None, device: torch.device, group: Group, meter: Meter
 ) -> list[Tensor] | RowError:
-    """Return the row numbers of all ranks, or the first mistake of any, equal on all ranks.
+    """Return the row numbers of all ranks, or the first error of any rank; equal on all ranks.
 
     Args:
         mine: this rank's row numbers, ascending, below ``rows``; on the host.
@@ -77,7 +77,7 @@ def cheapest(
 ) -> tuple[Form, dict[Form, int]]:
     """Return the form with the fewest bytes over all ranks, and the bytes of each form.
 
-    ``ids``: row numbers of all ranks. Codecs of variable size count with their largest payloads.
+    ``ids``: row numbers of all ranks. For codecs of variable size, the largest payloads count.
     """
     ranks = len(ids)
 
@@ -105,7 +105,7 @@ def gather_rows(mine: TouchedRows, ids: Sequence[Tensor], via: Transfer) -> Touc
 
 
 def sum_rows(mine: TouchedRows, ids: Sequence[Tensor], form: Form, via: Transfer) -> TouchedRows:
-    """Return the rows that any rank touched with their sums, added in fp32 and in rank order.
+    """Return the rows that any rank touched, with their sums in fp32 and in rank order.
 
     All ranks get the same bits, in the dtype of ``mine``.
     """
@@ -139,7 +139,7 @@ def _to_owners(mine: TouchedRows, ids: Sequence[Tensor], via: Transfer) -> list[
 
 
 def _added(union: Tensor, ids: Sequence[Tensor], parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return fp32 sums of the rows ``union``; ``parts``: each rank's values of its ``ids``."""
+    """Return the fp32 sums of the rows ``union``; ``parts[r]``: rank r's values of its ``ids``."""
     total = torch.zeros((len(union), like.shape[1]), device=like.device)
     for numbers, part in zip(ids, parts, strict=True):
         total.index_add_(0, torch.searchsorted(union, numbers).to(like.device), part.float())

@@ -31,8 +31,9 @@ class Shards(Sequence[Tensor]):
         flat: 1-D and contiguous.
         numel: elements of a shard; the last one may be shorter.
         ranks: number of shards.
-        shape: nodes and ranks per node where ``flat`` has equal shards as ``node_sum`` takes them:
-            by local index, then by node; empty: by group rank.
+        shape: empty if shards in ``flat`` are in the order of group ranks. Nodes and ranks per node
+            if they are ordered by local index, then by node, as ``node_sum`` takes them; shards are
+            then equally long.
     """
 
     def __init__(self, flat: Tensor, numel: int, shape: tuple[int, ...] = ()) -> None:
@@ -74,16 +75,18 @@ def reduce_scatter(
     """Sum this rank's shard over a group.
 
     The error of an element is at most ``(W - 1) * e1``, with e1 the codec's bound for one rank's
-    values: this rank adds its values exactly. In two levels nodes take the place of ranks.
+    values, since this rank adds its own values exactly. In two levels nodes take the place of
+    ranks.
 
     Args:
         shards: one 1-D contiguous tensor per group rank, of one dtype; ``shards[r]`` goes to rank
             r. Lengths may be uneven or 0, but are the same on all ranks. Not modified. With
             ``Shards`` the host's time does not grow with the group.
         how: codec, group, meter and probe; its residuals and cuts are not used.
-        residuals: fp32, as long as the shards of ``group.receivers``: error feedback, updated in
-            place; on all ranks or on none.
-        cuts: for each of these shards, ascending positions that no codec block may cross.
+        residuals: for error feedback, one residual for each shard of ``group.receivers`` and as
+            long as this shard; updated in place; on all ranks or on none.
+        cuts: for each shard of ``group.receivers``, ascending positions that no codec block may
+            cross.
         async_op: as for ``all_reduce``.
 
     Returns a handle whose ``wait()`` gives a new fp32 tensor of ``shards[me].numel()`` elements.
@@ -100,11 +103,11 @@ def reduce_scatter(
 def keep_shards(
     shards: Sequence[Tensor], how: Transfer, total: Tensor, async_op: bool = False
 ) -> ReduceScatterHandle:
-    """Sum over the node the shards of this rank's column and add them to ``total``, fp32.
+    """Sum the shards of this rank's column over the node and add the sums to ``total``, fp32.
 
-    A later ``reduce_scatter`` of equally long shards sends it by ``Reduction.kept``. ``total``: as
-    long as the shards of ``group.receivers``. Returns a handle whose ``wait()`` gives zeros in
-    place of a sum.
+    ``total``: as long as all shards of ``group.receivers``. A later ``reduce_scatter`` of equally
+    long shards sends ``total``, if the caller passes it as ``Reduction.kept``. Returns a handle
+    whose ``wait()`` gives zeros in place of a sum.
     """
     steps = _keep(_checked(shards, how.group.size), how, total)
     return ReduceScatterHandle(steps, how.meter, async_op)
@@ -163,7 +166,7 @@ def _in_two_levels(
 
 
 def _columns(shards: Sequence[Tensor], levels: Levels) -> tuple[Tensor, list[int], int | list[int]]:
-    """Return ``join_columns`` of ``shards``, which may have that order already."""
+    """Return ``join_columns`` of ``shards``, uncopied if they are in the order of columns."""
     if isinstance(shards, Shards) and shards.shape:
         return shards.flat, [levels.nodes * shards.numel] * levels.width, shards.numel
     return join_columns(shards, _joined(shards) if levels.shape else None, levels)
@@ -212,7 +215,7 @@ def _flat(
 
 
 def _length(shards: Sequence[Tensor], rank: int) -> int:
-    """Return the length of a shard; a slice of ``Shards`` would take the host 1 us."""
+    """Return the length of a shard without slicing ``Shards``, which would take the host 1 us."""
     if isinstance(shards, Shards):
         return max(0, min(shards.numel, shards.flat.numel() - rank * shards.numel))
     return shards[rank].numel()
@@ -232,7 +235,7 @@ def _planned(
     Args:
         like: a tensor of the dtype and device of the shards.
         one: whether shards and residuals are one tensor each.
-        kernels: whether kernels for shards that are neighbours in memory may sum them.
+        kernels: whether kernels may sum the shards, which they take as one tensor.
     """
     lengths = (
         (shards.flat.numel(), shards.numel)
@@ -268,7 +271,7 @@ def _as_one(
 ) -> tuple[Tensor, Residual | None] | None:
     """Return shards and residuals as one tensor each if they are contiguous in memory, else None.
 
-    Few-bit residuals have gaps between shards.
+    Low-bit residuals may have gaps between shards, since each shard begins at a block border.
     """
     flat, left = _joined(shards), None  # type: Tensor | None, Residual | None
     if isinstance(residuals, Shards):

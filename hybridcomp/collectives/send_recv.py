@@ -1,12 +1,12 @@
 """Send and receive one encoded tensor, with a header that describes its payload.
 
-DeepSpeed's pipeline reuses receive buffers of another dtype, so the message must state its dtype.
-A 32-byte header travels ahead as a separate message and gives the length of the payload.
+DeepSpeed's pipeline may receive into a buffer of another dtype, so the message must state its
+dtype. A 32-byte header is sent first as a separate message; it gives the length of the payload.
 
-Over NCCL the sending stream continues while the message travels. The payload is kept until the next
-send, or until ``finish_sends`` at the end of a step; these order the stream behind the message
-before its memory is reused. So no more payloads are held than if each send were waited for. Over
-gloo the host waits for each send.
+Over NCCL the sending stream continues while the message is sent. The payload is kept until the next
+send, or until ``finish_sends`` at the end of a step: either makes the stream wait for the message
+before the payload's memory is reused. So at most one payload is held, as if each send were waited
+for. Over gloo the host waits for each send.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from hybridcomp.collectives.wire.headers import (
 from hybridcomp.errors import CodecError
 
 _SIZE_AT = slice(16, 24)  # bytes of the header that give the size of the payload
-#: limit on payloads of another codec or shape: this many times the message's bytes, plus a spare
+#: limit on the bytes of a payload of another codec or shape, received only to report the error:
+#: this many times the bytes of the expected values, plus a spare
 MOST_TIMES, SPARE_NBYTES = 16, 4096
 
 
@@ -47,7 +48,7 @@ def _packed(header: Header, device: torch.device) -> Tensor:
 
 @dataclass
 class Leaving:
-    """Message posted over NCCL that no stream has waited for yet, with its tensors."""
+    """Message sent over NCCL for which no stream has waited yet, with its tensors."""
 
     works: Sequence[Work] = ()
     tensors: list[Tensor] = field(default_factory=list)
@@ -65,7 +66,7 @@ LEAVING = Leaving()
 
 
 def finish_sends() -> None:
-    """Order the current stream behind the last sent message, and free its payload."""
+    """Make the current stream wait for the last sent message, and free the message's payload."""
     for work in LEAVING.finish():
         work.wait()
 
@@ -89,7 +90,7 @@ def send(tensor: Tensor, dst: int, via: Transfer) -> None:
 
 def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
     group, meter, works = via.group, via.meter, list[Work]()
-    # whether a stream waits for the message, so that the host need not
+    # whether the stream waits for the message later, so that the host need not wait now
     leaves = tensor.is_cuda and group.backends.get("cuda") != "gloo"
     if leaves:
         yield from LEAVING.finish()
@@ -124,17 +125,17 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
 def recv(tensor: Tensor, src: int, via: Transfer) -> None:
     """Receive into ``tensor`` from the global rank ``src``, which calls ``send``; blocking.
 
-    Decodes to the sender's dtype, then casts into ``tensor`` if its dtype differs (an error bound
-    holds before that cast, whose rounding comes on top). On a GPU the host waits for the header,
-    which gives the length of the payload. For codecs of fixed size it does so once for each source,
-    length and dtype; later headers are compared at ``check_headers``.
+    Decodes to the sender's dtype, then casts into ``tensor`` if its dtype differs. An error bound
+    holds before this cast, which adds its rounding. On a GPU the host waits for the header, which
+    gives the length of the payload. For codecs of fixed size the host waits only once for each
+    source, length and dtype; ``check_headers`` compares later headers.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16 of as many elements as were sent.
         src: global rank, member of the group.
         via: codec, group and meter; the meter counts times, no bytes.
 
-    Raises CodecError that names both sides when codec or length differ, after receiving the payload
+    Raises CodecError, naming both sides, if codec or length differ. It first receives the payload,
     so that the sender does not hang.
     """
     tensor = tensor.detach()
@@ -186,8 +187,7 @@ def _expected(codec: Codec, tensor: Tensor) -> Header:
 def _check_length(header: Header, numel: int, dtype: torch.dtype, src: int, codec: Codec) -> None:
     """Raise CodecError for an impossibly long payload, before memory is allocated for it.
 
-    Errors about another codec or shape come once the payload has arrived (``check_match``), if it
-    may be one of ``numel`` values of ``dtype`` at all.
+    A shorter payload is received even if codec or shape differ; ``check_match`` then raises.
     """
     (codec,) = codec.split_error_budget(1, 1, result=header.dtype)
     if (header.spec_digest, header.numel) == (spec_digest(codec.spec), numel):

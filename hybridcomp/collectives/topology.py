@@ -1,9 +1,9 @@
 """Keep the nodes of all ranks, and make the process groups of reductions in two levels or more.
 
-Subgroups are made once, at start-up, by all ranks of the job in the same order: ``new_group`` is a
-collective over the whole job. All engines of a process that reduce over the same ranks share them.
-torch.distributed and the engines own them; this module holds weak references, so that their threads
-and sockets end with ``destroy_process_group``, or with ``let_go``.
+All ranks of the job make all subgroups once, at start-up, in the same order, since ``new_group`` is
+a collective over the whole job. Engines of a process that reduce over the same ranks share
+subgroups. torch.distributed and the engines own the subgroups; this module holds weak references,
+so that threads and sockets of a subgroup end with ``destroy_process_group`` or ``let_go``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import tell
 
 Ranks = tuple[int, ...]
-#: words for numbers of levels
+#: numbers of levels in words, for messages
 COUNTS = {2: "two", 3: "three", 4: "four"}
 
 _Reference = Callable[[], dist.ProcessGroup | None]
@@ -43,11 +43,11 @@ class Nodes:
         *above: Sequence[int],
         codecs: Sequence[Codec | None] = (),
     ) -> None:
-        """``of_rank``: node of every global rank; ``source``: origin of this mapping.
+        """Take ``of_rank``, the node of every global rank, and ``source``, where it comes from.
 
-        ``above``: the same for switches, sites and so on, each made of whole units of the level
-        below. ``codecs``: codec for the sums of each level, the innermost first; None or missing:
-        native.
+        ``above``: for each level above nodes, such as switches and sites, the unit of every global
+        rank; a unit consists of whole units of the level below. ``codecs``: codec for the sums of
+        each level, the innermost first; native where it is None or missing.
         """
         self.codecs = tuple(codecs)
         self.of_rank = tuple(of_rank)
@@ -61,8 +61,9 @@ class Nodes:
 
     @property
     def layout(self) -> list[Any] | None:
-        """Return the node of every rank (with units above nodes, a list per level), by which
-        residuals are split; None if no group of the job has two levels.
+        """Return the node of every rank, which decides how residuals are split over ranks.
+
+        With units above nodes it is a list per level; None if no group of the job has two levels.
         """
         if not self._deep:
             return None
@@ -81,9 +82,10 @@ class Nodes:
         return Group.of(group, remote, self._levels.get(ranks) if two_levels else None)
 
     def rows(self, group: Ranks) -> list[Ranks]:
-        """Return the ranks that encode a sum together: largest units, or in one level single ranks.
+        """Return the sets of ranks that sum before they encode: largest units, or single ranks.
 
-        ``group``: the global ranks of any group of the job; the same on all ranks.
+        In one level they are single ranks. ``group``: the global ranks of any group of the job; the
+        same on all ranks.
         """
         return self._rows.get(group) or [(rank,) for rank in group]
 
@@ -93,11 +95,11 @@ class Nodes:
         ``groups``: the groups of this rank. Returns sentences for the user about the groups that
         span nodes, the same on all ranks.
         """
-        # a group is stated by its first rank
+        # the first rank of a group announces it to all ranks
         own = {ranks for ranks in groups if ranks[0] == dist.get_rank()}
         said = tell({"groups": sorted(own), "alive": _alive()}, what="data-parallel groups")
         if not all(statement["alive"] for statement in said):
-            # cleared on all ranks, so that they make the same groups in the same order
+            # cleared on all ranks, so that all make the same groups in the same order
             _made.clear()
         every = sorted({tuple(ranks) for statement in said for ranks in statement["groups"]})
         count = len(set(self.of_rank))
@@ -184,7 +186,8 @@ def discover(hierarchy: Hierarchy, codecs: Sequence[Codec | None] = ()) -> Nodes
 
     ``codecs``: codecs for the sums of each level.
 
-    Raises ConfigError if a number does not divide the units below it, or if a unit is unknown.
+    Raises ConfigError if a number does not divide the count of units one level below, or if a unit
+    is unknown.
     """
     found = placed(hierarchy)
     nodes, *above = found.units
@@ -235,7 +238,7 @@ def let_go() -> None:
     """
     if not _made or not dist.is_initialized() or _made_in[0]() is not dist.group.WORLD:
         return
-    gc.collect()  # engines hang in reference cycles: collect deleted ones so that they do not count
+    gc.collect()  # frees deleted engines, which reference cycles keep alive
     used = {ranks for nodes in _users for ranks in nodes.uses}
     for ranks in _made.keys() - used:
         if (group := _living(ranks)) is not None:

@@ -1,7 +1,7 @@
 """The ``"compression"`` block: its model, its presets, and errors that name the key.
 
-``block`` has the model, ``dimension`` and ``directional`` that of one dimension, and
-``codec_settings`` that of a codec.
+``block`` has the model of the block, ``dimension`` and ``directional`` have the models of a
+dimension, and ``codec_settings`` has the model of a codec.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> CompressionConfig | None:
-    """Read the block of a DeepSpeed configuration; None where there is none or it is not enabled.
+    """Read the block of a DeepSpeed configuration; None if it is missing or not enabled.
 
     ``source`` is anything that DeepSpeed takes: a dict, the path of a JSON or Hjson file, or base64
     of JSON. Raises ConfigError in one line, naming the key.

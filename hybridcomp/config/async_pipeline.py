@@ -13,7 +13,7 @@ from hybridcomp.config.error_messages import problem
 Versions = Literal["flush", 2, "stash", 1]
 Correction = Literal["none", "error_feedback", "look_ahead", "pipemare", "spike"]
 
-#: correction -> weight versions for which its recurrence is written
+#: correction -> weight versions for which the correction is defined
 FITS: dict[Correction, tuple[Versions, ...]] = {
     "none": ("flush", 2, "stash", 1),
     "error_feedback": (2,),
@@ -85,5 +85,5 @@ class AsyncPipelineConfig(Strict):
 
     @property
     def waitless(self) -> bool:
-        """Return whether the pipeline runs on across the ends of batches."""
+        """Return whether the pipeline runs on across batches without a flush."""
         return self.versions != "flush"

@@ -1,7 +1,8 @@
 """Model of the ``"compression"`` block: its keys, and the checks across them.
 
-A dimension written with a codec replaces the preset's; one without a codec changes only the
-settings that it names. The same holds for ``forward`` and ``backward`` inside a dimension.
+A dimension that the user writes with a codec replaces the preset's settings of this dimension;
+without a codec it changes only the settings that it names. The same holds for ``forward`` and
+``backward`` inside a dimension.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class CompressionConfig(DimensionFields):
         return config
 
     def _check_islands(self) -> None:
-        """Refuse a flushless pipeline together with islands, which cannot hold a PipelineModule."""
+        """Refuse islands with a flushless pipeline, since islands cannot train a PipelineModule."""
         if self.enabled and self.sync.acts and self.pipeline.waitless:
             todo = "islands of sync train no PipelineModule; leave pipeline or sync out"
             raise problem("pipeline.versions", self.pipeline.versions, todo)
@@ -208,14 +209,14 @@ class CompressionConfig(DimensionFields):
 
     @property
     def others(self) -> dict[str, Strict]:
-        """Return the objects beside the dimensions that have an effect, by key."""
+        """Return the block's objects that have an effect and are no dimensions, by key."""
         acts = {"pipeline": self.pipeline.waitless, "memory": self.memory.planned}
         parts = {name: getattr(self, name) for name in (*acts, "publish", "gathered", "generate")}
         return {name: part for name, part in parts.items() if part and acts.get(name, True)}
 
     @property
     def explicit(self) -> frozenset[Dimension]:
-        """Return the dimensions that the user wrote, as opposed to those from the preset only."""
+        """Return the dimensions that the user wrote, without those from the preset only."""
         return self._explicit
 
     @property
@@ -224,7 +225,7 @@ class CompressionConfig(DimensionFields):
         return self._planned
 
     def keep_native(self, dimensions: Iterable[Dimension]) -> None:
-        """Make these dimensions native, which the job cannot encode; all ranks call it alike."""
+        """Make ``dimensions``, which the job cannot encode, native; all ranks pass the same."""
         self._native |= frozenset(dimensions)
 
     def error_feedback(self, dimension: Dimension) -> bool:
@@ -256,11 +257,11 @@ class CompressionConfig(DimensionFields):
         return {name: limits for name, limits in every.items() if limits.any}
 
     def policy(self) -> Policy:
-        """Build the policy: the codecs by dimension and direction, with their steps and ramps."""
+        """Build the policy: codecs and ramps by dimension and direction, and the start step."""
         return Policy(self.codecs(), self.min_bytes, self.start_step, self.ramps())
 
     def active(self, dimension: Dimension) -> bool:
-        """Return whether any direction of ``dimension`` has a codec, or it acts without a codec."""
+        """Return whether ``dimension`` has a codec in any direction, or an effect without one."""
         settings: DimensionConfig = getattr(self, dimension)
         codecs = self.codecs().items()
         return settings.acts or any(codec for (name, _), codec in codecs if name == dimension)
@@ -268,12 +269,13 @@ class CompressionConfig(DimensionFields):
     def flat(self) -> dict[str, Any]:
         """Return the settings on which the ranks of a job have to agree, by dotted key.
 
-        Independent of key order, shorthand, preset and ledger, except for its reports and samples.
+        The settings do not depend on key order, shorthand or preset; of ``ledger`` they include
+        only how often it reports and samples.
         """
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self.codecs().items()
-            # other dimensions add nothing, so that digests stay as before these dimensions existed
+            # quiet dimensions without a codec add nothing: digests stay as before they existed
             if (not ROWS[name].is_quiet or self.active(name))
             and (codec or direction not in ROWS[name].apart)
         }

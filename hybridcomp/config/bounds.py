@@ -17,7 +17,7 @@ PROMISE = {"error_bound": "error_bound", "error_bound_mode": "mode", "segment": 
 
 
 def check_unbounded(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> None:
-    """Refuse keys of an error bound beside a codec that keeps no bound. ``at``: path of a key."""
+    """Refuse keys of an error bound for a codec that keeps none. ``at``: returns a key's path."""
     if name not in CODECS:
         return
     if "error_bound" in settings:
@@ -38,7 +38,7 @@ def _no_bound(codec: type[Codec]) -> str:
 
 
 def _not_taken(name: str, key: str, takes: Sequence[str], implied: bool) -> str:
-    """Return why the codec ``name`` with a bound has no setting ``key``, and what to do."""
+    """Return why codec ``name`` takes no setting ``key`` with an error bound, and what to do."""
     if not implied:
         return f"{name} takes {', '.join(takes)}; remove {key}"
     others = [
@@ -52,9 +52,9 @@ def _not_taken(name: str, key: str, takes: Sequence[str], implied: bool) -> str:
 def build_bounded(
     name: str, settings: Mapping[str, Any], at: Callable[[str], str], *, implied: bool = False
 ) -> Bounded:
-    """Build the codec ``name`` with a bound; raises as ``build_codec`` does.
+    """Build the codec ``name`` with an error bound; raises as ``build_codec`` does.
 
-    ``implied``: the user wrote no codec; the bound alone selects it.
+    ``implied``: the user wrote only the bound and no codec.
     """
     if "error_bound" not in settings:
         field = at("codec").removesuffix("codec") + "error_bound"

@@ -1,7 +1,7 @@
-"""Name a codec and its settings: the part that directions and dimensions share.
+"""Model a codec and its settings: the keys that directions and dimensions have in common.
 
 The fields are the settings that codecs declare (``codecs.setting``): a codec's settings are defined
-in its own module, and those of another package's codec become keys of the block too.
+in the codec's module, and the settings of another package's codec become keys of the block too.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ def _refuse_taken_keys() -> None:
 _refuse_taken_keys()
 
 
-#: dimension whose codecs a model may name besides the codecs of all dimensions; any: all codecs
+#: dimension whose own codecs a model may name besides the codecs that all dimensions accept; None:
+#: only the latter; "any": all codecs
 Under = Literal["dp", "zero", "sync", "any"] | None
 
 
 def _home(codec: type[Codec]) -> Under:
-    """Return the only dimension that accepts ``codec``, None if all do."""
+    """Return the only dimension that accepts ``codec``; None if all dimensions accept it."""
     if codec.gradients_only:
         return "dp"
     if codec.sparse:
@@ -77,9 +78,10 @@ def codec_names(under: Under = None) -> tuple[str, ...]:
 def settings_of(
     *, gradients_only: bool = False, sparse: bool = False
 ) -> dict[str, tuple[Setting, ...]]:
-    """Return the settings by key of all codecs for only dp, for only sync, or of the others.
+    """Return the settings of a kind of codecs, by key.
 
-    Settings that decide the bits a value, which a ramp may move, come first.
+    ``gradients_only``: the codecs for dp only; ``sparse``: those for sync only; neither: all other
+    codecs. First come the settings of codecs that a ramp may change, as those decide the bits.
     """
     kinds = (gradients_only, sparse)
     codecs = [kind for kind in CODECS.values() if (kind.gradients_only, kind.sparse) == kinds]
@@ -116,12 +118,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings on which the ranks of a job have to agree, besides codecs."""
+        """Return the settings, besides codecs, on which the ranks of a job have to agree."""
         return self.model_dump()
 
 
 def _explained(codecs: Iterable[type[Codec]]) -> str:
-    """Return one sentence for each codec, or for adjacent codecs with the same description."""
+    """Return one sentence per codec, or per run of adjacent codecs with the same description."""
     sentences = []
     for about, group in groupby(codecs, key=lambda codec: codec.about):
         alike = list(group)
@@ -163,7 +165,7 @@ else:
 class CodecSettings(_Declared):
     """A codec and its settings; written as an object, or as the bare name of the codec."""
 
-    #: the dimension whose codecs it may name besides those of all dimensions
+    #: dimension whose own codecs the model may name, see ``Under``
     under: ClassVar[Under] = None
     #: codec settings that only this dimension has
     more: ClassVar[tuple[str, ...]] = ()
@@ -198,7 +200,7 @@ class CodecSettings(_Declared):
         return data
 
     def given(self) -> dict[str, Any]:
-        """Return codec and codec settings as written, without those left out."""
+        """Return codec and codec settings as written, without keys that were not written."""
         names = [*CodecSettings.model_fields, *self.more]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -212,8 +214,8 @@ def build_codec(
 ) -> Codec | None:
     """Build the codec of the settings ``given``; None for "none".
 
-    Raises the error that pydantic turns into a ValidationError, at the key concerned: below
-    ``prefix`` for keys in ``own`` (an override of one direction), else at the dimension's key.
+    Raises the error that pydantic turns into a ValidationError, at the wrong key: under ``prefix``
+    for keys in ``own`` (an override of one direction), else directly under the dimension.
     """
 
     def at(key: str) -> str:
@@ -238,7 +240,7 @@ def build_codec(
 
 
 def _no_codec(given: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the error that a codec is missing, listing codecs that take the written settings."""
+    """Return the error text for a missing codec, with codecs that take the written settings."""
     known = {n: {setting.name for setting in CODECS[n].settings} for n in names if n in CODECS}
     fits = [n for n, takes in known.items() if given and takes >= given.keys()]
     those = f" (for {', '.join(given)}: {' or '.join(fits)})" if fits else ""

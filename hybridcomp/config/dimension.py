@@ -17,12 +17,12 @@ from hybridcomp.dimensions import DIRECTIONS, MEASURED, MEASURED_EARLY, ROWS, Di
 
 #: dimensions that may keep residuals
 FED_BACK = tuple(name for name, row in ROWS.items() if row.keeps_residuals)
-#: dimensions that are timed during the run
+#: measured dimensions that are timed only during the run, not before it
 _LATE = tuple(name for name in MEASURED if name not in MEASURED_EARLY)
 
 
 class GuardConfig(Strict):
-    """Set limits on sampled errors beyond which a dimension turns native for the whole run."""
+    """Limit sampled errors; a dimension that exceeds a limit is native for the rest of the run."""
 
     error: Positive | None = Field(
         1.0,
@@ -81,7 +81,7 @@ class DimensionConfig(CodecSettings):
         self._check_codecs()
         ramps = [
             self.rungs_of(way) for way in self.ways
-        ]  # building them raises if the settings of any direction are wrong
+        ]  # building the ramps raises if the settings of any direction are wrong
         if self.ramp is not None and not any(ramps):
             *first, last = movable()
             listed = f"{', '.join(first)} or {last}"
@@ -113,7 +113,7 @@ class DimensionConfig(CodecSettings):
 
     @property
     def remark(self) -> str:
-        """Return the text that follows the codec in a line about the dimension; "" for none."""
+        """Return the text after the codec in a line that describes the dimension, or ""."""
         return ""
 
     def agreed(self) -> dict[str, Any]:

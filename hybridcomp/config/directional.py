@@ -34,15 +34,15 @@ class StatesConfig(DirectionConfig):
 
 
 class SplitConfig(DimensionConfig):
-    """A dimension whose directions, ``ways``, may each have settings of their own.
+    """A dimension, each of whose directions (``ways``) may have its own settings.
 
-    Directions in ``apart`` are native unless they have settings.
+    Directions in ``apart`` are native unless they have their own settings.
     """
 
     apart: ClassVar[tuple[Direction, ...]] = ()
 
     def settings(self, direction: Direction) -> dict[str, Any]:
-        """Return codec and codec settings of ``direction``, with its override."""
+        """Return codec and codec settings of ``direction``, its override merged in."""
         override: DirectionConfig | None = getattr(self, direction)
         if direction in self.apart:
             return {"codec": NONE} if override is None else override.given()
@@ -81,7 +81,7 @@ class ActivationConfig(SplitConfig):
 
 
 class MeshConfig(SplitConfig):
-    """Two-dimensional tensor parallelism, whose messages have kinds instead of directions."""
+    """Two-dimensional tensor parallelism; settings are per kind of message, not per direction."""
 
     ways: ClassVar[tuple[Direction, ...]] = KINDS
 
@@ -97,7 +97,7 @@ class MeshConfig(SplitConfig):
 
 
 class TensorConfig(MeasuredConfig, ActivationConfig):
-    """Collectives of tensor-parallel layers; base of sends between stages, which share its keys."""
+    """Collectives of tensor-parallel layers; ``PipelineConfig`` inherits the same keys."""
 
     def _check_codecs(self) -> None:
         super()._check_codecs()
@@ -155,7 +155,7 @@ class OffloadConfig(ActivationConfig):
     @model_validator(mode="before")
     @classmethod
     def _states_alone(cls, data: Any) -> Any:
-        """Make copies native if a block names only the codec of states."""
+        """Make host copies native if the block names only the codec of state files."""
         if isinstance(data, Mapping) and set(data) == {"states"}:
             return {"codec": NONE, **data}
         return data

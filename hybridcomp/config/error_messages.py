@@ -30,8 +30,8 @@ _EXPECTED = {
     "string_too_short": "expected a string that is not empty",
 }
 
-#: example for each key that takes an object; a bare string that the user wrote goes into ``jsonl``
-#: or ``to``, a bare number into ``from``
+#: example for each key that takes an object. If the user wrote a bare string, an error suggests it
+#: as ``jsonl`` or ``to`` of the object; a bare number as ``from``
 _OBJECTS: Mapping[str, Mapping[str, Any]] = {
     "ledger": {"jsonl": "ledger.jsonl"},
     "publish": {"to": "runs/weights"},
@@ -64,7 +64,7 @@ def problem(field: str, found: object, todo: str) -> PydanticCustomError:
 
 
 def expecting(todo: str) -> WrapValidator:
-    """Say ``todo`` of any wrong value; pydantic would describe every member of a union."""
+    """Report ``todo`` for any wrong value, where pydantic would describe each member of a union."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -76,7 +76,7 @@ def expecting(todo: str) -> WrapValidator:
 
 
 def parsed(model: type[Model], found: object, key: str, *, below: bool = False) -> Model:
-    """Parse an object inside a union; errors name the key in it, behind ``key`` if ``below``."""
+    """Parse an object in a union; errors name the wrong key in it, after ``key`` if ``below``."""
     try:
         return model.model_validate(found)
     except ValidationError as error:
@@ -98,7 +98,7 @@ def show(found: object) -> Shown:
 
 
 def translate(error: ValidationError, model: type[BaseModel], root: str) -> ConfigError:
-    """Return the first problem in full, followed by the keys of the others."""
+    """Return an error with the first problem in full and the keys of all further problems."""
     problems = [_one(detail, model, root) for detail in error.errors()]
     first = problems[0]
     others = list(dict.fromkeys(key for key, _, _ in problems[1:] if key != first[0]))

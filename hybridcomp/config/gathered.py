@@ -1,6 +1,4 @@
-"""The block's key ``gathered``: how all weights are held on every rank in
-``hybridcomp.gathered``.
-"""
+"""The block's key ``gathered``: how ``hybridcomp.gathered`` holds all weights on every rank."""
 
 from __future__ import annotations
 

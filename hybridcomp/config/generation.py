@@ -22,7 +22,7 @@ class HopConfig(CodecSettings):
 
 
 class GenerateConfig(Strict):
-    """Configure generation on the training ranks; the training's own codecs do not apply to it."""
+    """Configure generation on the training ranks, to which the codecs of training do not apply."""
 
     pp: HopConfig = Field(
         HopConfig(codec=NONE),
@@ -71,7 +71,7 @@ class GenerateConfig(Strict):
         return f"{sent}; {held}{kept}"
 
     def block(self, min_bytes: int) -> dict[str, Any]:
-        """Return the block of a job that would send as this one does while it generates."""
+        """Return the block of a training job that sends as this job does while it generates."""
         given = {"pp": self.pp.given(), "tp": self.tp.given(), "ledger": {"sample_every": 0}}
         least = min_bytes if self.min_bytes is None else self.min_bytes
         return {**given, "min_bytes": least, "hierarchy": "none"}

@@ -61,7 +61,7 @@ class GradientConfig(_Declared):
     @field_validator("error_feedback", mode="before")
     @classmethod
     def _one_of_its_forms(cls, data: Any) -> Any:
-        """Reject other types: pydantic's own error would describe both members of the union."""
+        """Parse an object; refuse wrong types, for which pydantic would describe both forms."""
         if isinstance(data, (bool, FeedbackConfig)):
             return data
         if isinstance(data, Mapping) and set(data) <= {"bits"}:

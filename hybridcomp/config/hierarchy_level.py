@@ -14,7 +14,7 @@ from hybridcomp.dimensions import ROWS, TWO_LEVELS, Dimension, Direction, listed
 
 #: dimensions whose sums a level may encode
 SUMMED = tuple(name for name in TWO_LEVELS if ROWS[name].summed)
-#: number of units of the level below in a unit; "auto": the launcher's value
+#: number of units of the next lower level in one unit; "auto": the launcher's value
 Size = Literal["auto"] | Annotated[int, Field(ge=2)]
 #: ``hierarchy`` without codecs
 Widths = Literal["auto", "none"] | int | list[int | Literal["auto"]]

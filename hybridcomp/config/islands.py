@@ -1,4 +1,4 @@
-"""The dimension ``sync`` of the block: islands that train alone and meet now and then."""
+"""The dimension ``sync``: islands of ranks that train alone and periodically synchronize."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class IslandConfig(_Declared):
 
     @property
     def late(self) -> int:
-        """Return the steps from sending the message of a meeting to applying its mean."""
+        """Return the steps between sending a meeting's message and applying the meeting's mean."""
         return self.staleness * self.every or self.delay
 
     def fragment_at(self, clock: int) -> int | None:

@@ -10,12 +10,12 @@ from hybridcomp.config.dimension_fields import MODELS
 from hybridcomp.config.directional import DirectionConfig
 
 _MODELS: tuple[type[CodecSettings], ...] = (*MODELS.values(), DirectionConfig)
-#: models that may also be written as the bare name of a codec -> whose codecs they take
+#: models that may also be written as the bare name of a codec -> their ``under``
 SHORTHAND = {model.__name__: model.under for model in _MODELS}
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a ds_config.json, in which only the block is described."""
+    """Return the JSON schema of a ds_config.json; it describes only the block."""
     block = _with_shorthand(CompressionConfig.model_json_schema())
     definitions = block.pop("$defs")
     return {

@@ -1,7 +1,7 @@
 """Map words of other tools to the names that the block uses.
 
-There is one table per place of a word: keys of the block, keys of a dimension, names of codecs. The
-block accepts none of these words; an error about an unknown word suggests ours.
+There is one table each for keys of the block, keys of a dimension and names of codecs. The block
+accepts none of the other tools' words; the error about such a word suggests our name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``zero``: the gather of parameters, as whole values or as changes since the last gather.
 
-With a secondary copy every node holds all parameters once, sharded over its ranks. Then only
-changes of that copy cross between nodes, and the ranks of a node gather from it among themselves.
+With a secondary copy every node holds all parameters once, sharded over its ranks. Then only the
+changes of the copy cross between nodes, and the ranks of a node gather parameters from the copy.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ParameterConfig(MeasuredConfig):
 
     @property
     def keeps_frozen(self) -> FrozenConfig | None:
-        """Return how frozen weights are kept, None where they are gathered before each use."""
+        """Return how frozen weights are kept; None if they are gathered before each use."""
         return self.frozen if isinstance(self.frozen, FrozenConfig) else None
 
     @property
@@ -174,7 +174,7 @@ class ParameterConfig(MeasuredConfig):
             raise problem("resync_every", self.resync_every, todo)
 
     def _check_copy(self) -> None:
-        """Refuse keys beside ``secondary`` that would have no effect."""
+        """Refuse keys that would have no effect together with ``secondary``."""
         if self.delta:
             todo = "a secondary copy takes steps by itself, and keeps nothing else; remove it"
             raise problem("delta", True, todo)

@@ -45,11 +45,11 @@ class Planned:
 
     Attributes:
         path: path of the file.
-        block: the dimensions and other keys that it chose.
-        layout: the facts of its layout, by names of ``FACTS``.
+        block: the dimensions and other keys that the plan chose.
+        layout: facts of the plan's layout, by names of ``FACTS``.
         later: further facts, by names of ``LATER``, which do not enter the block's digest.
-        machines: node and device of every rank on which it was measured; a node below 0 is unknown.
-            Empty if the cluster was described by hand.
+        machines: node and device of every rank on which the plan was measured; a negative node is
+            unknown. Empty if the user described the cluster by hand.
     """
 
     path: str

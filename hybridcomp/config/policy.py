@@ -1,7 +1,7 @@
 """Choose the codec of a message. It only decides and never touches a tensor.
 
-The choice depends on dimension, direction, dtype, numel, group size and step: all equal on every
-rank that takes part in the message, so the ranks always agree without communication.
+The choice depends on dimension, direction, dtype, numel, group size and step. All of these are
+equal on every rank of the message, so the ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the guard for one dimension; None is not checked."""
+    """Limits of the guard for one dimension; a limit of None is not checked."""
 
     error: float | None  # relative L2 error of one encoding
     residual: float | None  # norm of the residuals over the norm of the values

@@ -3,10 +3,10 @@
 ``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423; its
 messages are fp32, so its rates 8 and 16 keep a quarter and a half of the bits. ``recommended``
 follows from a rate-distortion study of training tensors: a transform gains nothing on them, so it
-uses plain integers, with 4 bits only for gradients, whose errors an optimizer averages over its
-steps. Its settings are in the rows of ``hybridcomp.dimensions``. No preset names ``offload``, which
-also costs host time, or ``tp2d``, whose layers a script chooses. ``none`` compresses nothing but
-counts the traffic, for a baseline. ``planned`` takes the block of a plan (``planned.py``).
+uses plain integers, with 4 bits only for gradients, whose errors an optimizer averages over steps.
+The rows of ``hybridcomp.dimensions`` have its settings. No preset names ``offload``, which also
+costs host time, or ``tp2d``, whose layers a script chooses. ``none`` compresses nothing but counts
+the traffic, for a baseline. ``planned`` takes the block of a plan (``planned.py``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
     "recommended": {name: dict(ROWS[name].recommended or {}) for name in IN_PRESETS},
     NATIVE: {},
 }
-#: presets that measure each dimension and leave it native if that is faster, unless the block sets
-#: ``when``: their users have not checked whether the link is slow enough
+#: presets that measure each dimension and leave it native if native messages are faster, unless the
+#: block sets ``when``: a user of such a preset may not know whether the link is slow enough
 MEASURING = frozenset({"recommended"})
 #: presets made for fp32 messages
 PAPER = frozenset({"naive-zfp", "naive-mpc", "mzhybrid", "zhybrid"})
@@ -64,7 +64,7 @@ NAMES = (*PRESETS, PLANNED)
 
 
 def merged(written: Mapping[str, Any], planned: Planned | None = None) -> dict[str, Any]:
-    """Merge the keys of a block's preset into it; those of ``planned`` for that preset.
+    """Return a block with its preset's keys merged in; preset "planned" has those of ``planned``.
 
     Raises the error that pydantic turns into a ValidationError, at ``preset``.
     """
@@ -88,7 +88,7 @@ def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
 def known_preset(
     name: object, names: Collection[str], ours: Callable[[str], str | None] = lambda word: None
 ) -> str:
-    """Return ``name`` if it is one of ``names``. ``ours``: the name of other tools' word."""
+    """Return ``name`` if it is in ``names``. ``ours``: maps another tool's word to our name."""
     if isinstance(name, str) and name in names:
         return name
     near = (ours(name) or near_key(names, name)) if isinstance(name, str) else None
@@ -97,10 +97,10 @@ def known_preset(
 
 
 def overridden(preset: Any, written: Any) -> Any:
-    """Merge the user's settings into a preset's key; a bound alone selects codec auto instead.
+    """Merge the user's settings into a preset's key; a bound without codec selects codec auto.
 
-    Settings of the preset that conflict with the user's, such as levels that need 4 bits beside
-    ``"bits": 5``, are dropped.
+    Settings of the preset that conflict with the user's are dropped, such as levels that need
+    4 bits if the user wrote ``"bits": 5``.
     """
     if not isinstance(written, Mapping) or not isinstance(preset, Mapping):
         return written

@@ -12,7 +12,7 @@ from hybridcomp.escaping import folder_path
 
 
 class PublishConfig(Strict):
-    """Configure published versions of the weights: exact deltas, and full ones at times."""
+    """Configure published versions of the weights: exact deltas, and sometimes a full version."""
 
     to: str = Field(
         min_length=1,

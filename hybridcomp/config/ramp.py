@@ -1,4 +1,4 @@
-"""Move a setting over the first steps, from a mild value to the written one."""
+"""Change a setting over the first steps, from a mild value to the written value."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hybridcomp.config.codec_settings import AtLeastOne, Positive, Strict
 from hybridcomp.config.error_messages import problem
 from hybridcomp.config.policy import Rung
 
-#: maximum codecs of a ramp before its end, so that ranks and readers see only a few
+#: most codecs of a ramp before its final codec
 RUNGS = 8
-#: the setting that every ramp may move; a smaller value is milder, unlike for codec settings
+#: the setting that every ramp may change; smaller bounds are milder, larger codec settings milder
 BOUND = "error_bound"
 
 
 def _of_codecs() -> str:
-    """List the codecs' settings that a ramp may move."""
+    """List the codec settings that a ramp may change."""
     return " or ".join(
         f"`{setting.name}` of {codec.name}"
         for codec in CODECS.values()
@@ -32,7 +32,7 @@ def _of_codecs() -> str:
 
 
 class RampConfig(Strict):
-    """A setting that starts mild and reaches its value after some steps."""
+    """A setting that starts at a mild value and reaches its written value after some steps."""
 
     start: Positive = Field(
         alias="from",
@@ -50,7 +50,7 @@ def movable() -> tuple[str, ...]:
 
 
 def moving(settings: Mapping[str, Any]) -> str | None:
-    """Return the written setting that a ramp moves; None if there is none."""
+    """Return the name of the written setting that a ramp changes; None if there is none."""
     if BOUND in settings:
         return BOUND
     codec = CODECS.get(settings.get("codec", ""))
@@ -69,7 +69,7 @@ def _declared(settings: Mapping[str, Any], name: str) -> Setting | None:
 def values(start: float, end: float, step: float | None) -> list[float]:
     """Return the values of a ramp before ``end``, mildest first, in multiples of ``step``.
 
-    ``step`` None: the setting is a bound, which moves in equal ratios.
+    ``step`` None: the setting is an error bound, which changes by equal ratios.
     """
     if step is None:
         return [float(f"{start * (end / start) ** (i / RUNGS):.3g}") for i in range(RUNGS)]
@@ -83,7 +83,7 @@ def rungs(
     steps: int,
     build: Callable[[Mapping[str, Any]], Codec | None],
 ) -> tuple[Rung, ...]:
-    """Build the codecs of a ramp of ``steps`` steps, each with the step before which it ends.
+    """Build the codecs of a ramp of ``steps`` steps, each with the first step after its use.
 
     ``settings``: settings of the final codec. Raises the error that pydantic turns into a
     ValidationError, at ``ramp.from``.

@@ -1,4 +1,4 @@
-"""Describe a block in words: for ``hybridcomp validate`` and for the start of a job."""
+"""Describe a compression block in words, for ``hybridcomp validate`` and a job's start."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hybridcomp.config.presets import NATIVE, PAPER
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension
 from hybridcomp.escaping import quoted_path
 
-#: message bytes that few jobs reach: gradients are reduced in buckets, by default of 5e8 values in
-#: DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
+#: message size in bytes that few jobs reach. Gradients are reduced in buckets, by default of 5e8
+#: values in DeepSpeed and 4e7 in megatron-core; a small model has fewer values than a bucket
 SELDOM_NBYTES = 1 << 28
 #: number of steps that few jobs reach
 SELDOM_STEPS = 1_000_000
-#: dtypes that codecs encode, for messages
+#: dtypes that codecs encode, as text for warnings
 KINDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
 
 
@@ -28,10 +28,11 @@ def describe(
     absent: Collection[Dimension] = (),
     unseen: Collection[Dimension] = (),
 ) -> list[str]:
-    """Return a line for each compressed dimension (or direction, if they differ), then the others.
+    """Return a line for each compressed dimension, then lines about the other settings.
 
-    ``absent``: dimensions without traffic in this job; ``unseen``: dimensions that a file cannot
-    show. Both are only listed.
+    A dimension whose directions have different codecs gets a line for each direction. ``absent``:
+    dimensions without traffic in this job; ``unseen``: dimensions that a file cannot show. For
+    ``absent`` and ``unseen`` the lines only list the names.
     """
     known = [name for name in DIMENSIONS if not ROWS[name].is_quiet or config.active(name)]
     later = [n for n in known if n in unseen and n not in absent and config.active(n)]
@@ -144,7 +145,7 @@ def _guarded(config: CompressionConfig, absent: Collection[Dimension]) -> list[s
 
 
 def notes(config: CompressionConfig, dtype: torch.dtype) -> list[str]:
-    """Return warnings about codecs that save nothing on ``dtype`` messages, or encode none."""
+    """Return warnings about codecs that do not shorten, or do not take, ``dtype`` messages."""
     if dtype not in VALUE_DTYPES:
         active = ", ".join(name for name in DIMENSIONS if config.active(name))
         kind = str(dtype).removeprefix("torch.")

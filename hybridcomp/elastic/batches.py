@@ -15,8 +15,8 @@ _POWERS = {"linear": 1.0, "sqrt": 0.5, "keep": 0.0}
 def share(samples: int, replicas: int, key: str = "samples") -> int:
     """Return how many samples of an optimizer step each replica trains on.
 
-    ``samples``: samples of a step of all replicas. Raises ConfigError if the replicas cannot share
-    them evenly; it names the nearest batches and numbers of ranks that divide.
+    ``samples``: samples of a step over all replicas. Raises ConfigError if ``replicas`` does not
+    divide ``samples``; the error names the nearest batch sizes and rank counts that work.
     """
     if samples < 1 or replicas < 1:
         raise ConfigError(key, samples, f"expected 1 or more, over {replicas} data-parallel ranks")
@@ -33,7 +33,7 @@ def share(samples: int, replicas: int, key: str = "samples") -> int:
 
 
 def micro_batches(samples: int, replicas: int, most: int) -> tuple[int, int]:
-    """Return the largest micro-batch up to ``most`` samples, and how many make up a step.
+    """Return the largest micro-batch of up to ``most`` samples, and how many a replica accumulates.
 
     Micro-batch x steps of accumulation x ``replicas`` is ``samples`` exactly. Raises ConfigError.
     """
@@ -45,10 +45,10 @@ def micro_batches(samples: int, replicas: int, most: int) -> tuple[int, int]:
 
 
 def lr_factor(before: int | None, now: int | None, scaling: str | None) -> float:
-    """Return the factor on the learning rate if a step has ``now`` samples instead of ``before``.
+    """Return the learning-rate factor if a step has ``now`` samples instead of ``before``.
 
-    It is 1 if either is None, that is unknown. Raises ConfigError if ``scaling`` is unknown, or if
-    it is None although the batch size has changed.
+    The factor is 1 if ``before`` or ``now`` is None (unknown). Raises ConfigError if ``scaling`` is
+    not a known name, or is None although the batch size has changed.
     """
     if scaling is not None and scaling not in get_args(Scaling):
         raise ConfigError("lr", scaling, f"expected one of {', '.join(get_args(Scaling))}")

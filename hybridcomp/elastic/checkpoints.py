@@ -13,17 +13,19 @@ from hybridcomp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavedJob:
-    """The job that saved a checkpoint, as its files describe it; None: the files do not say.
+    """The job that saved a checkpoint, as the checkpoint's files describe it.
+
+    An attribute is None if the files do not contain it.
 
     Attributes:
         folder: the checkpoint's folder.
         step: number of optimizer steps.
         replicas: number of data-parallel ranks.
-        parts: ranks that share a replica: pipeline stages x tensor ranks.
+        parts: ranks per replica: pipeline stages x tensor ranks.
         tensor: number of tensor ranks.
         zero: stage of DeepSpeed's ZeRO.
         is_pipeline: whether the model is DeepSpeed's PipelineModule.
-        samples: samples of a step of the whole job; ``micro``: of a micro-batch.
+        samples, micro: samples of a step of the whole job, and of a micro-batch.
         trained: samples of all steps.
         sampler: state of an ElasticSampler.
         settings: the job's DeepSpeed configuration.
@@ -60,7 +62,7 @@ class ResumedJob:
         folder: folder of the loaded checkpoint; None: there was none, the job begins.
         step: optimizer steps so far.
         samples_seen: samples of all steps so far; None: the checkpoint does not say.
-        ranks: ranks of the job that saved it; None: the checkpoint does not say.
+        ranks: ranks of the job that saved the checkpoint; None: the checkpoint does not say.
         lr_factor: factor by which the learning rate was multiplied.
         client_state: DeepSpeed's ``client_state`` of the checkpoint.
     """
@@ -88,8 +90,9 @@ def newest_in(
 ) -> Picked:
     """Return the newest complete checkpoint in ``place``, which may itself be a checkpoint.
 
-    The number at the end of a folder's name orders checkpoints; an engine writes the file ``last``
-    once a checkpoint is complete. Raises CheckpointError like ``newest``.
+    A checkpoint is newer if the number at the end of its folder's name is larger, and complete if
+    it has the file ``last``, which an engine writes at the end. Raises CheckpointError like
+    ``newest``.
     """
     if is_one(place):
         return newest([place], read)

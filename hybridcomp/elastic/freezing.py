@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridcomp.errors import ConfigError
 
-#: argument of ``hybridcomp.freeze``: a parameter, a module, the name of either, or several of these
+#: argument of ``hybridcomp.freeze``: parameters, modules or their names, one or several
 What = str | nn.Module | Tensor | Iterable[Any]
 #: parts of names that wrappers add
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -70,10 +70,10 @@ def nearest(name: str, named: Iterable[str]) -> str:
 def target(blocks: int, frozen: int, alpha: float, norms: Sequence[float] | None = None) -> int:
     """Return how many front blocks PipeTransformer freezes next (arXiv 2102.03161, section 3.1).
 
-    The ``frozen`` blocks stay frozen, and at most the share ``alpha`` of the others joins them: the
-    blocks in front of the active block with the smallest gradient norm. ``norms``: the norm of each
-    block's gradients; None: the whole share joins, as in the authors' code (4, 7, 9, 10, 11 of 12
-    blocks with ``alpha`` 1/3).
+    The ``frozen`` blocks stay frozen. With ``norms`` (gradient norm of each block), all blocks in
+    front of the active block with the smallest norm are frozen too, at most the fraction ``alpha``
+    of the active blocks. Without ``norms``, exactly that fraction, rounded up, is frozen, as in the
+    authors' code (4, 7, 9, 10, 11 of 12 blocks with ``alpha`` 1/3).
     """
     most = frozen + math.ceil(alpha * (blocks - frozen))
     if norms is None:

@@ -23,7 +23,7 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.log import say
 
 KEY = "hybridcomp.FrozenFront"
-#: fraction of the host's free memory that all its ranks together may use
+#: fraction of a host's free memory that all ranks of the host together may use
 SHARE = 0.5
 
 
@@ -37,17 +37,17 @@ class _Kept(NamedTuple):
 
 
 class FrozenFront:
-    """A cache of the outputs of a model's frozen front blocks, each from a tensor to a tensor.
+    """A host cache for the outputs of a model's frozen front blocks (each block: tensor to tensor).
 
-    ``front(samples, inputs)`` returns the outputs of the frozen blocks, without a gradient: kept
-    ones from the host, and for other samples it runs the blocks and keeps the outputs. If more
-    blocks are frozen by now, only these run on the kept outputs. A block's weight that changes, or
-    trains again, invalidates all outputs; a full memory evicts the least recently used. A restart
-    begins with none. Under ZeRO 3 and FSDP2 all ranks call it together; if all samples of all ranks
-    are kept, no weight is gathered.
+    ``front(samples, inputs)`` returns the frozen blocks' outputs without a gradient. It reads the
+    outputs of cached samples from the host; for other samples it runs the blocks and caches the
+    outputs. If more blocks have been frozen since, only the newly frozen blocks run, on the cached
+    outputs. If a frozen weight changes or trains again, all outputs are dropped; if memory is full,
+    the least recently used are evicted. The cache is not saved. Under ZeRO 3 and FSDP2 all ranks
+    call it together; if every rank has all its samples cached, no weight is gathered.
 
     Attributes:
-        hits, misses: number of samples that were kept, and that were computed.
+        hits, misses: number of samples read from the cache, and computed.
     """
 
     def __init__(
@@ -62,13 +62,14 @@ class FrozenFront:
         """Begin with nothing kept.
 
         Args:
-            blocks: the model's blocks in order, an embedding among them; front first.
+            blocks: the model's blocks from the front on, including an embedding.
             codec: codec of the kept values: "expcode" is exact, "blockint" with ``bits=8`` takes a
                 quarter of fp32's bytes, "none" stores plain values.
-            host_bytes: memory for this rank; None: its share of half of the host's free memory.
-            in_place: for engines that call the blocks themselves, such as pipelines: from then on
-                the first block takes ``(samples, inputs)``, and the frozen blocks pass the front's
-                outputs on. With ``inputs`` alone the blocks run as before.
+            host_bytes: memory for this rank; None: half of the host's free memory, divided by the
+                number of ranks on the host.
+            in_place: for engines that call the blocks themselves, such as pipelines. The first
+                block then also takes ``(samples, inputs)`` and returns the front's outputs, which
+                the other frozen blocks pass on. Given ``inputs`` alone, all blocks run normally.
             settings: settings of the codec.
 
         Raises ConfigError for an unknown codec.
@@ -157,7 +158,7 @@ class FrozenFront:
         return torch.stack([rows[place] for place in range(len(numbers))]), depth
 
     def _run(self, start: int, depth: int, numbers: list[int], inputs: Tensor) -> Sequence[Tensor]:
-        """Run the blocks from ``start`` on and keep their outputs; return these."""
+        """Run the blocks ``start`` to ``depth``, cache the last one's outputs and return them."""
         values = inputs
         if start:
             values = torch.stack([self._take(number, inputs.device) for number in numbers])
@@ -212,7 +213,7 @@ class FrozenFront:
         return out.view(kept.shape)
 
     def _has_changed(self, front: Sequence[nn.Module], depth: int) -> bool:
-        """Return whether weights have changed since the last call, or train again."""
+        """Return whether frozen weights have changed since the last call, or train again."""
         marks = [_mark(block) for block in front]
         before, self._marks = self._marks, marks
         shared = min(len(marks), len(before))
@@ -253,9 +254,9 @@ def _is_sharded(block: nn.Module) -> bool:
 def _together(anew: bool, starts: list[int], depth: int) -> tuple[bool, list[int] | None]:
     """Return whether any rank drops its outputs, and the block at which each sample starts.
 
-    All ranks gather a block together, so they must run the same blocks. If their samples would
-    start at different blocks, all samples without an output of ``depth`` blocks start at the first
-    block; None: only other ranks have such samples. A collective.
+    All ranks gather a block's weights together, so they must run the same blocks. If samples would
+    start at different blocks, every sample without a cached output of ``depth`` blocks starts at
+    block 0; a rank without such samples gets None, if another rank has some. A collective.
     """
     flags = torch.zeros(depth + 1, device=default_device())
     flags[[start for start in starts if start < depth]] = 1

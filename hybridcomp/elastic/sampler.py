@@ -1,8 +1,8 @@
 """Sample each element of an epoch once, even if the number of ranks changes between steps.
 
 The order of an epoch depends only on seed and epoch. Each step takes the next ``samples`` elements,
-and rank r trains on the r-th part of these. A job with other ranks therefore continues from the
-position alone, which counts samples of the whole job.
+and rank r trains on the r-th part of them. So a job with another number of ranks needs only the
+position to continue: the number of samples that the whole job has used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ElasticSampler(Sampler[int]):
 
     ``DataLoader(data, batch_size=micro, sampler=sampler)`` yields this rank's samples from the
     position to the end of the epoch. The script calls ``stepped`` after every optimizer step. If
-    its state is saved with the job, any number of ranks continues with the samples not seen yet.
+    the script saves ``state_dict``, a job of any number of ranks continues with the unseen samples.
     """
 
     def __init__(
@@ -52,14 +52,15 @@ class ElasticSampler(Sampler[int]):
             samples: samples of an optimizer step of the whole job, at most ``length``.
             seed: seed of the order; the same on all ranks.
             shuffle: whether each epoch has another random order; False: the data set's order.
-            tail: "drop" leaves out the samples after an epoch's last whole step, other ones in each
-                epoch; "keep" puts them into the next epoch's first step, so that every step has
-                ``samples`` samples and none is left out.
-            rank, ranks: index of this rank's data-parallel replica, and their number; None: rank
-                and world size. With pipeline or tensor parallelism take the engine's, such as
-                ``engine.grid.get_data_parallel_id()``.
+            tail: what happens to the samples after an epoch's last whole step. "drop" leaves them
+                out (with ``shuffle``, other samples in each epoch); "keep" puts them into the next
+                epoch's first step, so that no sample is left out.
+            rank, ranks: data-parallel rank of this process, and number of data-parallel ranks;
+                None: rank and world size. With pipeline or tensor parallelism take the engine's,
+                such as ``engine.grid.get_data_parallel_id()``.
 
-        Raises ConfigError if the numbers do not fit; for ``samples`` it names the nearest that do.
+        Raises ConfigError for invalid numbers. If ``ranks`` does not divide ``samples``, the error
+        names the nearest values that work.
         """
         for name, value in (("length", length), ("samples", samples)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -100,7 +101,7 @@ class ElasticSampler(Sampler[int]):
     def stepped(self) -> None:
         """Advance the position by an optimizer step; every rank calls it.
 
-        Raises ConfigError if this rank has not drawn that many samples yet.
+        Raises ConfigError if this rank has not drawn its samples of this step yet.
         """
         self._counted += self.share
         if self._counted > self._drawn:
@@ -157,7 +158,7 @@ class ElasticSampler(Sampler[int]):
         }  # fmt: skip
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that ``load_state_dict`` would raise; change nothing.
+        """Raise the error that ``load_state_dict`` would raise for ``state``; change nothing.
 
         ConfigError: the state belongs to another data set or order. CheckpointError: it is damaged.
         """
@@ -191,7 +192,7 @@ class ElasticSampler(Sampler[int]):
         self._turn()
 
 
-#: position of the job: epoch, samples of it, steps, and samples of all epochs
+#: position of the job: epoch, samples used of this epoch, steps, and samples used of all epochs
 _POSITION = ("epoch", "seen", "steps", "trained")
 #: values that determine the order, and so the meaning of a position
 _ORDER = ("length", "seed", "shuffle", "tail")

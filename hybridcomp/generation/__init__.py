@@ -1,4 +1,4 @@
-"""Generation from the ranks of a training, whose stages hold keys and values of their layers.
+"""Generate text on the ranks of a training job; each pipeline stage holds its layers' KV cache.
 
 past          keys and values by sequence, and the part visible to a pass
 stage_runner  a stage's layers over one pass of packed tokens, or of trees of candidates
@@ -6,13 +6,13 @@ picking       tokens from logits
 requests      sequences of the next pass
 frames        messages between stages
 flight        batches in flight through all stages
-generating    all of it on the ranks of an engine
+generating    ``generate`` on the ranks of an engine, by the modules above
 tree          candidates of a draft, and the accepted path
-draft         a small model that predicts, with or without the target's keys
-drafting      a picker that verifies its tokens
+draft         a small model that predicts tokens, with or without the target's keys
+drafting      a picker that verifies the draft's tokens
 draft_training  a picker that trains drafts
-gathered      all weights of a model whose ranks hold shares, in few messages
-rolling_out   a model that computes with them and is restored
+gathered      gather all weights of a sharded model in few messages
+rolling_out   let a model compute with gathered weights, then restore it
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 GliDe's block (Du et al., GliDe with a CaPE, ICML 2024): self-attention, then cross-attention to the
 keys and values of a top layer of the target (already rotated, not projected again), then the MLP.
-Layer i of n attends to layer L - n + i of L. Unlike the published code it has a norm before the
-cross-attention. A plain draft is the same without cross-attention and with a wider MLP, so that
-both have as many parameters.
+Draft layer i of n attends to target layer L - n + i of L. Unlike the published code, the block has
+a norm before the cross-attention. A plain draft has no cross-attention but a wider MLP, so that
+drafts of both kinds have equally many parameters.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class DraftSizes:
         vocabulary: size of the target's logits.
         width, heads, layers: the draft's.
         target_heads, head_width: shape of the target's keys and values.
-        cross: whether the draft attends to them.
-        rope_base: base of rotary positions (in halves, as in Llama and GPT-NeoX), of the draft and
-            of its attention to the target.
+        cross: whether the draft attends to the target's keys and values.
+        rope_base: base of the rotary embedding (rotate-half, as in Llama and GPT-NeoX), in the
+            draft's self-attention and in its cross-attention to the target.
     """
 
     vocabulary: int
@@ -48,7 +48,7 @@ class DraftSizes:
 
     @property
     def inner(self) -> int:
-        """Return the MLP's width; a plain draft's is larger by cross-attention's parameters."""
+        """Return the MLP's width; a plain draft's MLP gets the parameters of cross-attention."""
         inner = 8 * self.width // 3
         return inner if self.cross else inner + 2 * self.target_heads * self.head_width // 3
 
@@ -73,13 +73,13 @@ class DraftLayer(nn.Module):
         self, hidden: Tensor, positions: Tensor, known: Pair | None, target: Pair | None,
         seen: Tensor | None,
     ) -> tuple[Tensor, Pair]:  # fmt: skip
-        """Return hidden states (B, T, C), and the layer's keys and values with the new ones.
+        """Return hidden states (B, T, C), and the layer's keys and values of all tokens so far.
 
         Args:
-            positions: (T,) of the new tokens.
-            known: keys and values of the tokens before them.
+            positions: positions (T,) of the new tokens.
+            known: the layer's keys and values of the earlier tokens; None: there are none.
             target: keys and values of the target's layer, (B, H, M, D).
-            seen: (T, M), true where a token may attend to the target's.
+            seen: mask (T, M), true where a new token may attend to a token of ``target``.
         """
         batch, count, _ = hidden.shape
         qkv = self.qkv(self.norms[0](hidden)).view(batch, count, 3, self.sizes.heads, -1)
@@ -129,13 +129,13 @@ class DraftModule(nn.Module):
         self, tokens: Tensor, first: int = 0, known: Sequence[Pair] | None = None,
         target: Sequence[Pair] | None = None, seen: Tensor | None = None,
     ) -> tuple[Tensor, list[Pair]]:  # fmt: skip
-        """Return logits (B, T, V), and keys and values of each layer with those of ``tokens``.
+        """Return logits (B, T, V), and each layer's keys and values of all tokens so far.
 
         Args:
             tokens: ids (B, T), at positions from ``first`` on.
-            known: keys and values that an earlier call returned.
-            target: keys and values of the target's top layers, one for each layer of the draft.
-            seen: (T, M), true where a token may attend to the target's.
+            known: keys and values that the previous call returned.
+            target: keys and values of the target's top layers, one pair for each draft layer.
+            seen: mask (T, M), true where a new token may attend to a token of ``target``.
         """
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         hidden, kept = self.embedding(tokens), []
@@ -152,16 +152,16 @@ class Draft:
     """Hold the result of ``hybridcomp.train_draft``, for ``hybridcomp.generate(draft=...)``.
 
     Attributes:
-        module: on the ranks of the last stage, which alone draft; None elsewhere.
-        agreement: by kind, "glide" and "plain": the share of held-out tokens of which the draft's
-            first choice was the target's; on the last stage.
+        module: the draft, on the ranks of the last stage (only they draft); None on other ranks.
+        agreement: for each kind ("glide", "plain") the fraction of held-out tokens for which draft
+            and target had the same first choice; on the last stage.
     """
 
     module: DraftModule | None
     agreement: dict[str, float]
 
     def save(self, path: str | Path) -> None:
-        """Write the draft to a file, on the ranks that have it; one rank per file system."""
+        """Write the draft to a file; call it on one rank of the last stage per file system."""
         if self.module is not None:
             state = {
                 "format": saved.FORMAT, "sizes": asdict(self.module.sizes),
@@ -181,10 +181,10 @@ class Draft:
 
 
 def block_mask(length: int, gamma: int, first: int) -> Tensor:
-    """Return the mask of the target's tokens in training, (length, length) bool.
+    """Return the training mask of cross-attention to the target's tokens, (length, length) bool.
 
-    As in drafting, a token sees the target up to the end of the previous block. Blocks have
-    ``gamma`` tokens, the first ``first``, with a causal mask inside it.
+    As in drafting, a token sees the target's tokens up to the end of the previous block. Blocks
+    have ``gamma`` tokens; the first block has ``first`` tokens and a causal mask inside.
     """
     at = torch.arange(length)
     block = (at - first).div(gamma, rounding_mode="floor") + 1
@@ -194,7 +194,7 @@ def block_mask(length: int, gamma: int, first: int) -> Tensor:
 
 
 def _rotated(values: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Turn the pairs (i, i + D/2) of ``values`` (B, H, T, D) by the angles of their position."""
+    """Rotate the pairs (i, i + D/2) of ``values`` (B, H, T, D) by their positions' angles."""
     size = values.shape[-1]
     steps = torch.arange(0, size, 2, dtype=torch.float64, device=values.device) / size
     angles = (positions[:, None].double() * base**-steps).float()

@@ -1,4 +1,4 @@
-"""Train drafts on the target's passes over text: the last stage trains, the others run forward."""
+"""Train drafts on the target's forward passes over text; the last stage trains the drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.generation.past import KeyStore, PackedPass
 from hybridcomp.generation.picking import Picked
 from hybridcomp.generation.stage_runner import StageRunner
 
-#: share of sequences held out of training to compare drafts
+#: fraction of the sequences that is held out of training to compare drafts
 HELD_OUT = 1 / 16
 #: passes of learning rate warm-up
 WARM_UP = 30
@@ -28,13 +28,14 @@ class DraftSettings:
     """Settings of a draft and of its training.
 
     Attributes:
-        layers, width: the draft's; width None: half the width of the target's keys, all heads.
-        kinds: "glide", with cross-attention, "plain", without; several are trained together.
+        layers, width: the draft's layers and hidden width; None: half of the width of the target's
+            keys over all heads.
+        kinds: "glide" (with cross-attention) or "plain" (without); several are trained together.
         gamma: tokens drafted at a time.
         lr: peak learning rate of AdamW, with cosine decay to a fiftieth.
-        loss: "target", the target's distribution, or "text", the next token of the text.
+        loss: what the draft learns: "target", the target's distribution, or "text", the next token.
         rope_base: see ``DraftSizes``.
-        seed: seed of weights and of each step's blocks.
+        seed: seed of the initial weights and of each step's block borders (``block_mask``).
     """
 
     layers: int = 1
@@ -48,9 +49,9 @@ class DraftSettings:
 
 
 class DraftTeacher:
-    """A picker that trains drafts on each pass and ends its sequences (``Picker``).
+    """A ``Picker`` that trains drafts on each pass, and ends the sequences of the pass.
 
-    Passes hold whole sequences of one length, and logits of all of their tokens.
+    A pass has whole sequences of equal length; the logits are those of all of their tokens.
 
     Attributes:
         modules: the drafts by kind, once the first pass has shown the target's sizes.
@@ -60,7 +61,7 @@ class DraftTeacher:
         self, settings: DraftSettings, sequences: int, device: torch.device,
         average: Callable[[list[Tensor]], object],
     ) -> None:  # fmt: skip
-        """``sequences``: of all passes. ``average``: averages gradients over all replicas."""
+        """``sequences``: number over all passes. ``average``: averages gradients over replicas."""
         self._settings, self._device, self._average = settings, device, average
         self._learned = max(1, round(sequences * (1 - HELD_OUT)))
         self.modules: dict[str, DraftModule] = {}
@@ -76,7 +77,7 @@ class DraftTeacher:
 
     @property
     def agreement(self) -> dict[str, float]:
-        """Return by kind how many held-out first choices agreed with the target's."""
+        """Return for each kind the fraction of held-out tokens with the target's first choice."""
         return {kind: hit / max(1, count) for kind, (hit, count) in self._hits.items()}
 
     @property
@@ -85,7 +86,7 @@ class DraftTeacher:
         return self.modules[max(self.modules, key=lambda kind: agreement[kind])].eval()
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]:
-        """Train on the sequences of a pass, or measure agreement; all sequences end with it."""
+        """Train on a pass or, if it is held out, measure agreement; end all of its sequences."""
         tokens = torch.tensor([part.tokens for part in passed.parts], device=self._device)
         want = logits.detach().float().view(*tokens.shape, -1)
         if not self.modules:
@@ -150,7 +151,7 @@ class DraftTeacher:
 
     @torch.no_grad()
     def _measure(self, tokens: Tensor, want: Tensor, target: list[Pair]) -> None:
-        """Count first choices, each token at each distance from the last verified token."""
+        """Count equal first choices of draft and target, for each offset of the blocks."""
         gamma, length = self._settings.gamma, tokens.shape[1]
         choices = want.argmax(-1)
         for kind, module in self.modules.items():

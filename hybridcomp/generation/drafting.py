@@ -1,6 +1,6 @@
 """Verify a draft's tokens on the last stage: accept the right ones, and draft the next tree.
 
-Greedy only: every answer is the target's own.
+Sampling is greedy, so every answer is the one that the target alone would give.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hybridcomp.generation.picking import Picked, Sampling
 from hybridcomp.generation.stage_runner import StageRunner
 from hybridcomp.generation.tree import Tree, accepted, linearised, width_for
 
-#: when to draft more candidates: always, never, or if that is faster
+#: whether to draft sibling candidates (CaPE): always, never, or if that is faster
 Cape = bool | Literal["auto"]
-#: passes of a sequence before both variants are compared
+#: sequence passes of each variant, with and without siblings, before ``auto`` decides
 TRIED = 24
 
 
@@ -32,9 +32,9 @@ class DraftFigures:
     """Passes and tokens of drafting on the last stage, added up over calls of ``generate``.
 
     Attributes:
-        passes: passes of sequences through all stages, after the prompts'.
-        tokens: answer tokens from these; without drafts one per pass.
-        verified: nodes of these passes.
+        passes: passes of sequences through all stages, without those of the prompts.
+        tokens: answer tokens from these passes; without drafts one per pass.
+        verified: tree nodes that these passes verified.
     """
 
     passes: int = 0
@@ -48,7 +48,7 @@ class DraftFigures:
 
 @dataclass
 class _Sequence:
-    """A sequence: its tokens, the draft's keys, and its last use."""
+    """A sequence: its tokens, the draft's keys and values, and the time of its last pass."""
 
     tokens: list[int]
     known: list[Pair] | None = None
@@ -59,7 +59,7 @@ class _Sequence:
 
 @dataclass
 class _Trial:
-    """Tokens and seconds of passes without and with more candidates."""
+    """Tokens and seconds of passes without (index 0) and with (index 1) sibling candidates."""
 
     tokens: list[int] = field(default_factory=lambda: [0, 0])
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -72,7 +72,7 @@ class _Trial:
 
     @property
     def verdict(self) -> bool | None:
-        """Return whether more candidates yield more tokens per second; None: too few passes."""
+        """Return whether siblings yield more tokens per second; None: too few passes yet."""
         if min(self.passes) < TRIED:
             return None
         narrow, wide = (t / max(s, 1e-9) for t, s in zip(self.tokens, self.seconds, strict=True))
@@ -98,11 +98,11 @@ class DraftPicker:
 
     @property
     def chosen(self) -> bool | None:
-        """Return whether sequences get more candidates; None while ``auto`` compares."""
+        """Return whether trees get sibling candidates; None while ``auto`` compares."""
         return self._trial.verdict if self._cape == "auto" else self._cape
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]:
-        """Accept the right tokens of each part, and draft its next tree."""
+        """Accept the tokens of each part that the target would pick, and draft its next tree."""
         self._check(logits)
         for sequence in passed.ended:
             self._sequences.pop(sequence, None)
@@ -179,18 +179,18 @@ class DraftPicker:
             levels.append(shares.topk(min(width, len(shares))).indices.tolist())
             have, tokens = have + len(tokens), [levels[-1][0]]
         assert pairs is not None
-        # recompute accepted tokens with the target's keys
+        # drop the keys of drafted tokens: accepted ones are recomputed with the target's keys
         known.known = [(key[:, :, :whole], value[:, :, :whole]) for key, value in pairs]
         return linearised(known.tokens[-1], levels)
 
 
 def top_layers(store: KeyStore, module: DraftModule) -> list[Hashable]:
-    """Return the target's layers that the draft's layers attend to, in their order."""
+    """Return the target's layers that the draft's layers attend to, in the draft's order."""
     return store.layers[-module.sizes.layers :]
 
 
 def _of(store: KeyStore, sequence: int, layer: Hashable, places: Sequence[int]) -> Pair:
-    """Return keys and values (1, H, M, D) at ``places``, ascending, of the held ones."""
+    """Return a layer's held keys and values at ``places`` (ascending), (1, H, M, D)."""
     key, value = store.of(sequence, layer)
     if places[-1] == len(places) - 1:
         return key[None, :, : len(places)], value[None, :, : len(places)]

@@ -1,8 +1,9 @@
-"""Batches in flight: each stage starts the next pass as soon as it has sent the last one.
+"""Batches in flight: each stage starts the next pass as soon as it has sent the previous one.
 
-The stages of a pipeline form a ring. The first stage keeps several passes in flight; frames are
-self-describing, so the other stages run and forward them as they arrive. The last stage picks
-tokens, and the first puts them into the next pass (NBPP of EnergonAI, without a controller).
+The stages of a pipeline form a ring. The first stage keeps several passes in flight. A frame
+describes its pass, so the other stages compute and forward passes in order of arrival. The last
+stage picks tokens and sends them to the first, which puts them into the next pass (NBPP of
+EnergonAI, without a controller).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hybridcomp.generation.picking import Picked, Picker
 from hybridcomp.generation.requests import Requests
 from hybridcomp.generation.stage_runner import StageRunner
 
-#: bytes of a frame's header: per token, per part of a pass, and fixed
+#: upper bounds of a frame header's bytes: per token, per part of a pass, and for the rest
 TOKEN_NBYTES, PART_NBYTES, REST_NBYTES = 24, 160, 4096
 
 
@@ -34,9 +35,9 @@ class GenerationFigures:
     """Counts of a rank's work, added up over calls of ``generate``.
 
     Attributes:
-        passes: passes of its stage.
-        tokens: tokens computed by its layers, without padding.
-        hops: sent frames with hidden states.
+        passes: passes that the rank's stage has run.
+        tokens: tokens that the rank's layers have computed; there is no padding.
+        hops: frames with hidden states that the rank has sent.
     """
 
     passes: int = 0
@@ -46,11 +47,14 @@ class GenerationFigures:
 
 @dataclass(frozen=True)
 class Hops:
-    """Hidden states (1, N, width) between two stages, by dimension ``pp`` of ``channels``.
+    """Encode and decode the hidden states (1, N, width) that one stage sends to the next.
+
+    It uses the channel of dimension ``pp``.
 
     Attributes:
         group: the ranks that exchange frames, in the order of stages; gloo between CPUs.
-        tensor: the tensor ranks of a stage, each of which sends its part; None: this rank alone.
+        tensor: the tensor-parallel group of the stage, each of whose ranks sends a part; None: one
+            rank sends everything.
     """
 
     channels: Channels
@@ -119,7 +123,7 @@ class Flight:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Complete the neighbours' posted messages, so that none of this flight remain."""
+        """Complete all messages that this rank and its neighbours have posted in this flight."""
         if self._alone:
             return
         self._outgoing.close(failed=error is not None)

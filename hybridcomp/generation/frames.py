@@ -1,8 +1,8 @@
 """Frames between neighbouring stages: a JSON header and the bytes of a hop, as one message.
 
-A receive is posted ahead for every batch in flight, with room for the largest frame: gloo sends
-only once its receiver is ready, so a hop then takes a single trip over the link. A thread waits for
-them, so that a waiting stage also notices failures elsewhere.
+A stage posts a receive ahead for every batch in flight, with room for the largest frame: gloo sends
+only once the receiver is ready, so a hop then takes a single trip over the link. A thread waits for
+the receives, so that the stage can notice failures on other ranks meanwhile.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from hybridcomp.errors import PeerError
 from hybridcomp.job.agreement import LOOK_S
 from hybridcomp.job.gates import check_failed
 
-#: the operation, and the key of the block, in messages
+#: name of the operation, and of the block's key, in error messages
 KEY = "generate"
 #: payloads begin at multiples of this
 ALIGNED = 16
-#: seconds that a rank waits for its neighbour to end after a failure
+#: seconds for which a rank waits after a failure: for its neighbour's error, or its own thread
 ENDS_S = 5.0
 
 
 @dataclass(frozen=True)
 class HopFrame:
-    """A message from one stage to the next, with hidden states; None: the sender has ended."""
+    """A message from one stage to the next, with hidden states.
+
+    ``said`` is the header; None: the sender has ended; False: the sender has failed.
+    """
 
     said: Any
     payload: Tensor
@@ -53,7 +56,7 @@ class HopFrame:
 
     @classmethod
     def unpacked(cls, received: Tensor) -> HopFrame:
-        """Return the frame of ``packed``, which shares memory; ignores bytes after its payload."""
+        """Return the frame in ``received``, as a view that may have extra bytes at its end."""
         size = int(received[:8].view(torch.int64))
         said = json.loads(bytes(received[8 : 8 + size].tolist()))
         start = -(-(8 + size) // ALIGNED) * ALIGNED
@@ -70,7 +73,7 @@ class Outgoing:
     def __init__(
         self, to: int, group: Group, ahead: int, nbytes: int, extra: Callable[[Meter], object]
     ) -> None:
-        """Send to ``to``; ``extra`` counts the bytes of headers and control data."""
+        """Send to ``to``; ``extra`` is called with the bytes of headers and final frames."""
         self._to, self._group, self._ahead, self._nbytes = to, group, ahead, nbytes
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._extra = extra
@@ -91,7 +94,10 @@ class Outgoing:
         self._extra(meter)
 
     def close(self, failed: bool) -> None:
-        """Complete the receives that the neighbour has posted; wait unless something failed."""
+        """Send a final frame for each receive that the neighbour has posted.
+
+        Waits until all frames are sent, but not after a failure.
+        """
         with contextlib.suppress(*([RuntimeError] if failed else [])):  # the neighbour has gone
             for _ in range(self._ahead):
                 message = (FAILED if failed else END).packed()
@@ -103,7 +109,7 @@ class Outgoing:
 class Incoming:
     """Receives frames from the global rank ``source``, of at most ``nbytes`` each."""
 
-    _left: ClassVar[list[threading.Thread]] = []  # threads that read from failed links
+    _left: ClassVar[list[threading.Thread]] = []  # threads that still read from failed links
 
     def __init__(self, source: int, group: Group, ahead: int, nbytes: int) -> None:
         self._source, self._group = source, group
@@ -133,7 +139,7 @@ class Incoming:
             self._found.put(problem)
 
     def take(self) -> HopFrame:
-        """Return the next frame. Raises if a rank of the operation, or this link, has failed."""
+        """Return the next frame. Raises if a rank of the operation or this link has failed."""
         while True:
             try:
                 frame = self._found.get(timeout=LOOK_S)
@@ -152,7 +158,7 @@ class Incoming:
             raise PeerError(f"{KEY}: rank {self._source} has failed")
 
     def close(self, failed: bool) -> None:
-        """Wait until the neighbour has completed all receives; do not wait after a failure."""
+        """Wait until all posted receives are complete; do not wait after a failure."""
         if failed:
             self._left.append(self._thread)
         else:

@@ -1,8 +1,8 @@
-"""Gather all weights of a model whose ranks hold shares of them, in few large messages.
+"""Gather all weights of a sharded model in few large messages.
 
-Weights are gathered in buckets of one dtype and one process group, by the codec of the block's
-``gathered``: deltas from the last gather (``channels/messages/kept_slices``), whole and encoded, or
-native.
+Weights are gathered in buckets of one dtype and one process group. The codec of the block's
+``gathered`` decides what a message contains: encoded deltas from the last gather
+(``channels/messages/kept_slices``), encoded weights, or native weights.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 
 KEY = f"{BLOCK}.gathered"
-#: elements of a message's weights over all ranks' shares
+#: elements of a bucket, over all ranks' shares
 BUCKET_NUMEL = 1 << 26
-#: memory of a message besides the weights, relative to its bytes: all shares before they are put
-#: into place, and the slice of a node's copy and its payloads, or a payload
+#: temporary memory of a bucket's gather, as a multiple of the bucket's bytes: for all shares before
+#: they are copied into whole weights, for payloads, and for the slice of a node's copy
 BUFFERS = 3
 _MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, eq=False)
 class CutWeight:
-    """A weight that is divided over the ranks of a group.
+    """A weight that is sharded over the ranks of a group.
 
     Attributes:
-        name: its dotted name.
-        shape, dtype: those of the whole weight with which the model computes.
+        name: dotted name of the weight.
+        shape, dtype: shape and dtype of the whole weight, with which the model computes.
         numel: elements of a share, padding included; the same on all ranks.
-        group: the ranks that hold shares, in their order; None: all.
+        group: the ranks that hold the shares, in order of the shares; None: all ranks.
         read: returns this rank's current values, in any shape, dtype and device, without padding.
-        dim: the sharded dimension. Only dimension 0 may have shorter shares on the last ranks.
+        dim: the sharded dimension. Shares of unequal size are allowed only along dimension 0, where
+            the last ranks may have less.
     """
 
     name: str
@@ -67,7 +68,7 @@ class CutWeight:
     dim: int = 0
 
     def share(self, device: torch.device) -> Tensor:
-        """Return this rank's share as sent, (numel,), zero-padded."""
+        """Return this rank's share in the form in which it is sent: (numel,), zero-padded."""
         out = torch.zeros(self.numel, dtype=self.dtype, device=device)
         values = self.read().detach().reshape(-1)
         out[: len(values)].copy_(values)
@@ -124,9 +125,9 @@ class _Bucket:
 
 
 class WeightGather:
-    """Gathers all weights of a model; keeps the references of deltas between calls.
+    """Gathers all weights of a model; keeps the previous weights between calls if it sends deltas.
 
-    Creating it is a collective of the job if the block has a codec for it.
+    The constructor is a collective of the job if the block has a codec for ``gathered``.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class WeightGather:
             weights: all weights, in one order on all ranks.
             device: device to gather on.
             channel: channel of parameter gathers; None without a block.
-            settings: None: natively.
-            whole_job: whether all ranks of the job create one, or only those of an island.
+            settings: the block's ``gathered``; None: gather natively.
+            whole_job: whether all ranks of the job call this, or only the ranks of an island.
         """
         self.weights, self.device, self.channel = list(weights), device, channel
         self._settings = settings or GatheredConfig(codec="none")
@@ -155,7 +156,7 @@ class WeightGather:
             bucket.codec = _codec_for(bucket, codec, channel)
 
     def matches(self, weights: Sequence[CutWeight]) -> bool:
-        """Return whether ``weights`` equal this gather's in name, shape, dtype and group."""
+        """Return whether ``weights`` have the names, shapes, dtypes and groups of this gather."""
         return [_facts(weight) for weight in weights] == [_facts(weight) for weight in self.weights]
 
     @property
@@ -164,7 +165,7 @@ class WeightGather:
 
     @property
     def kept_nbytes(self) -> int:
-        """Return the bytes that this rank keeps between gathers, after a first gather."""
+        """Return the bytes that this rank keeps from one gather to the next, for deltas."""
         steps = [
             bucket
             for bucket in self._buckets
@@ -196,7 +197,7 @@ class WeightGather:
 
     @torch.no_grad()
     def gather(self) -> list[Tensor]:
-        """Return all whole weights on the device, in their order; a collective of their groups."""
+        """Return all whole weights, in order, on the device; a collective of all their groups."""
         wholes: dict[int, Tensor] = {}
         for bucket in self._buckets:
             own = torch.cat([weight.share(self.device) for weight in bucket.weights])
@@ -241,7 +242,7 @@ class WeightGather:
         return out
 
     def _over_nodes(self, bucket: _Bucket) -> CopyGroups | None:
-        """Return the grid of nodes of a bucket's shares; None if they form no such grid."""
+        """Return the node groups for a bucket of the whole job; None if nodes are not used."""
         return self._nodes if self._nodes and bucket.size == self._nodes.size else None
 
 
@@ -263,7 +264,7 @@ def _codec_for(bucket: _Bucket, codec: Codec | None, channel: Channel | None) ->
 def _whole(
     bucket: _Bucket, own: Tensor, channel: Channel, codec: Codec, nodes: CopyGroups | None
 ) -> Tensor:
-    """Gather encoded; only between nodes if the group has several nodes of several ranks."""
+    """Gather with the codec; with ``nodes``, encode only what is sent between nodes."""
     group, meter = channel.group(bucket.group), channel.meter(own.device)
     if nodes is not None:
         group = nodes.nodes.group(None, two_levels=True)
@@ -283,7 +284,7 @@ def _nodes_of(channel: Channel | None) -> CopyGroups | None:
     nodes = discover("auto" if config.hierarchy == "none" else config.widths)
     try:
         width = width_of(nodes)
-    except ConfigError:  # otherwise each rank keeps all shares
+    except ConfigError:  # then each rank keeps all shares
         return None
     return CopyGroups.of(width, nodes.source)
 
@@ -310,7 +311,7 @@ def _buckets(weights: Iterable[CutWeight], splits: bool) -> Iterator[_Bucket]:
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Return the free bytes on ``device``; on a host, this rank's part of them."""
+    """Return the free bytes on ``device``; for a CPU, divided by the ranks of the host."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept

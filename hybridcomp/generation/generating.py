@@ -1,4 +1,4 @@
-"""Answer prompts on the stages of an engine: check, try, run, and restore the model."""
+"""Answer prompts on an engine's stages: check arguments, try layers, run, restore the model."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class GeneratingStage:
     """This rank's stage of an engine, as an engine's adapter describes it.
 
     Attributes:
-        layers: ``layer(values)`` or ``layer(values, past=past)`` each (``StageRunner``).
+        layers: layers of the stage, called as in ``StageRunner``.
         modules: the layers' modules, whose mode and buffers are restored.
         group: the ranks of this pipeline, in the order of stages; gloo between CPUs.
-        tensor: the ranks that share the stage's layers; None: only this rank.
+        tensor: the tensor-parallel group that shares the stage's layers; None: only this rank.
         replica: number of this pipeline in the job.
-        channels: the engine's channels; None: without a block.
-        is_cut: whether each tensor rank's last layer returns its part of the vocabulary.
+        channels: the engine's channels; None: the job has no block.
+        is_cut: whether the last layer returns only this tensor rank's part of the vocabulary.
     """
 
     layers: Sequence[Callable[..., Any]]
@@ -58,7 +58,7 @@ class GeneratingStage:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Channels]:
-        """Put the stage into eval mode with channels of generation; restore it afterwards."""
+        """Put the stage into eval mode and yield channels for generation; restore it afterwards."""
         config = CompressionConfig.parse(self.settings.block(self.min_bytes))
         channels, own = Channels(config), self.channels
         modes = [(inner, inner.training) for module in self.modules for inner in module.modules()]
@@ -91,18 +91,18 @@ def answer(
     wants: int = 1,
     figures: GenerationFigures | None = None,
 ) -> list[list[int]]:
-    """Answer ``prompts``; every rank of the job calls it, those of a replica with equal arguments.
+    """Answer ``prompts``; every rank of the job calls it, with equal arguments within a replica.
 
     Args:
-        prompts: ids of each, at least one.
+        prompts: token ids of each prompt, at least one id.
         tokens: maximum tokens of an answer.
         in_flight: batches in flight; None: the block's value.
-        tokenizer: its number of tokens, compared with the logits; None: not compared.
+        tokenizer: number of the tokenizer's tokens, checked against the logits; None: no check.
         picker: replaces ``sampling``, which then only defines where answers stop.
         tree: maximum tokens that ``picker`` requests per sequence and pass.
-        wants: number of a prompt's last tokens whose logits ``picker`` gets.
+        wants: for how many of a prompt's last tokens ``picker`` gets logits.
 
-    Raises on every rank ConfigError, or PeerError that names the rank that has failed.
+    Raises on every rank a ConfigError, or a PeerError that names the failed rank.
     """
     with together(KEY):
         try:
@@ -181,9 +181,9 @@ def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int, in_flight: 
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], size: int, tokenizer: int | None) -> None:
-    """Raise ConfigError for ids, or a tokenizer of so many tokens, that ``size`` logits do not fit.
+    """Raise ConfigError if the prompts' ids or the tokenizer do not fit the number of logits.
 
-    Models may have a few more rows than tokens, as their vocabulary is padded.
+    ``size``: number of logits, which may exceed the tokenizer's tokens, since models pad it.
     """
     if tokenizer is not None and not tokenizer <= size <= tokenizer + max(127, size // 32):
         sizes = Shown(f"{tokenizer} tokens, and a model with logits of {size}")
@@ -210,7 +210,10 @@ def _agree(stage: GeneratingStage, said: object) -> None:
 
 
 def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:
-    """Return width and dtype of hidden states, and the size of the vocabulary; a collective."""
+    """Try the layers; return width and dtype of hidden states, and number of logits.
+
+    A collective.
+    """
     device, generator = runner.device, torch.Generator().manual_seed(0)
     said = None
     if runner.is_first:
@@ -230,10 +233,10 @@ def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:
 
 
 def _whole(stage: GeneratingStage, channels: Channels) -> Callable[[Tensor], Tensor]:
-    """Return a function that makes whole logits (n, V) of a tensor rank's (n, V / ranks).
+    """Return a function that all-gathers whole logits (n, V) from tensor ranks' (n, V / ranks).
 
-    If no weight shows whether the vocabulary is sharded, the first logits do: unsharded ones are
-    equal on all ranks.
+    If the weights do not show whether the vocabulary is sharded, the first logits do: they are
+    equal on all ranks if it is not.
     """
     if stage.tensor is None:
         return Tensor.detach

@@ -1,9 +1,9 @@
-"""Keep layers of a stage in host memory while it generates, and prefetch each in time.
+"""Keep layers of a stage in host memory while it generates, and prefetch each before it runs.
 
-For stages whose weights leave too little device memory for keys and values (PMEP of EnergonAI,
-whose layers wait on other GPUs). An optimizer may hold many parameters in one flat buffer, so whole
-storages are freed, and resident layers get new memory. Afterwards all weights are restored in
-place.
+For stages whose weights leave too little device memory for keys and values (as PMEP of EnergonAI,
+which keeps layers on other GPUs instead). An optimizer may hold many parameters in one flat buffer,
+so whole storages are freed, and layers that stay on the device get new memory. Afterwards all
+weights are restored in place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.generation.gathered import free_nbytes
 
 KEY = "generate.weights_gb"
-#: device slots for offloaded layers: the running and the next layer; including decoding buffers
+#: device slots for offloaded layers (the running and the next one), and the device memory of slots
+#: and decoding buffers, in slots
 SLOTS, BUFFERS = 2, 3
 #: parameters in a slot start at multiples of this
 ALIGNED = 256
@@ -36,7 +37,7 @@ ALIGNED = 256
 
 @dataclass(eq=False)
 class _Weight:
-    """A parameter to offload; ``home``: its original values, ``start``: its offset in a slot."""
+    """A parameter to offload; ``home``: original tensor, ``start``: byte offset in a slot."""
 
     param: nn.Parameter
     home: Tensor
@@ -69,7 +70,7 @@ class _Weight:
 
 
 class HostLayers:
-    """The offloaded layers of a stage, as a context; ``fetch`` brings one back."""
+    """The offloaded layers of a stage, as a context; ``fetch`` loads one into a device slot."""
 
     def __init__(
         self, layers: Sequence[Callable[..., Any]], modules: Sequence[nn.Module],
@@ -77,8 +78,8 @@ class HostLayers:
     ) -> None:  # fmt: skip
         """Choose the fewest layers to offload so that weights take at most ``most_gb``.
 
-        ``most_gb``: in 1e9 bytes; None: all stay. Raises ConfigError, before moving anything, if no
-        choice does, or the host is full.
+        ``most_gb``: limit for weights on the device, in 1e9 bytes; None: offload nothing. Raises
+        ConfigError, before moving anything, if no choice fits or host memory is too small.
         """
         params = list(dict.fromkeys(p for m in modules for p in m.parameters() if p.numel()))
         self._device, self._ledger = device, ledger
@@ -95,7 +96,7 @@ class HostLayers:
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         self._pool: ThreadPoolExecutor | None = None
         self._slots: list[Tensor] = []
-        self._free: list[Any] = []  # events: a slot may be overwritten
+        self._free: list[Any] = []  # event of each slot: the slot may be overwritten
         self._now: int | None = None
         self._coming: tuple[int, int, Future[Meter]] | None = None  # layer, slot
         needed = sum(weight.home.nbytes for weight in self._moved)
@@ -124,7 +125,7 @@ class HostLayers:
         return self
 
     def _empty(self) -> None:
-        """Free the storages, whose values are on the host; resident layers get new memory."""
+        """Free the storages, already copied to the host; layers that stay get new memory."""
         homes: dict[int, list[Tensor]] = {}
         for weight in self._moved:
             homes.setdefault(_storage(weight.home), []).append(weight.home)
@@ -143,7 +144,7 @@ class HostLayers:
             weight.decode(weight.param.data, Meter())
 
     def fetch(self, at: int) -> None:
-        """Have layer ``at`` on the device before it runs, and start to fetch the next one."""
+        """Wait until layer ``at`` is on the device, and start to fetch the next offloaded one."""
         if at not in self._layers or at == self._now:
             return
         if self._coming is None or self._coming[0] != at:
@@ -159,7 +160,7 @@ class HostLayers:
         self._ask(order[(order.index(at) + 1) % len(order)], 1 - slot)
 
     def _met(self) -> int:
-        """Wait for the layer in flight, and count it; return its slot."""
+        """Wait for the layer that is being loaded, and count its bytes; return its slot."""
         assert self._coming is not None, "one is always under way"
         at, slot, future = self._coming
         meter = future.result()
@@ -170,7 +171,7 @@ class HostLayers:
         return slot
 
     def _event(self) -> Any:
-        """Return an event behind all queued device work, which a slot's next layer awaits."""
+        """Record an event after all queued device work; loading into a slot waits for it."""
         if self._stream is None:
             return None
         return torch.cuda.current_stream(self._device).record_event()
@@ -202,7 +203,7 @@ class HostLayers:
     ) -> None:
         """Restore all weights in place, bit for bit."""
         if self._pool is not None:
-            with suppress(Exception):  # it belongs to a layer that is no longer needed
+            with suppress(Exception):  # the layer that failed to load is no longer needed
                 self._met()
             self._pool.shutdown()
             self._put_back()
@@ -227,7 +228,7 @@ class HostLayers:
 def _chosen(
     layers: Sequence[list[nn.Parameter]], params: Iterable[nn.Parameter], most: float
 ) -> dict[int, list[_Weight]]:
-    """Return the layers to offload, few and evenly spaced; none if all may stay."""
+    """Return the layers to offload, as few as fit, evenly spaced; none if all may stay."""
     total = sum(param.nbytes for param in params)
     if total <= most:
         return {}

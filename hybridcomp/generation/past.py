@@ -21,23 +21,23 @@ from hybridcomp.errors import ConfigError
 
 @dataclass(frozen=True)
 class SequencePart:
-    """New tokens of one sequence in a pass, after those that the stages hold.
+    """New tokens of one sequence in a pass; they follow the tokens in the stages' KV cache.
 
-    Several candidates are verified in one pass as a tree: ``tokens`` are its nodes, ``parents``
-    gives each node's predecessor, and ``wants`` is the number of nodes. ``kept`` of the next pass
-    lists the accepted nodes; all stages drop the others before they compute.
+    To verify several candidates in one pass, a part holds a tree: ``tokens`` are the nodes,
+    ``parents`` gives each node's predecessor, and ``wants`` is the number of nodes. ``kept`` in the
+    sequence's next part lists the accepted nodes; all stages drop the other nodes before that pass.
 
     Attributes:
-        sequence: its number.
-        tokens: ids, at least one.
-        place: tokens of its answer so far.
-        wants: number of last tokens for which the last stage returns logits.
-        parents: for each token the index of the token in this part that it follows, -1 for one that
-            follows the held tokens; always an earlier index. A token sees the held tokens, those
-            on its path, and itself; its position is its depth behind the held tokens. None: each
-            follows the one before.
-        kept: of this sequence's tokens in its last pass, the indices of those that stay, a path of
-            that tree from its root; () forgets all of them, None keeps all.
+        sequence: number of the sequence.
+        tokens: ids of the new tokens, at least one.
+        place: number of tokens in the sequence's answer so far.
+        wants: the last stage returns logits for this many last tokens of the part.
+        parents: for each token the index in this part of the token before it, always a smaller
+            index; -1: it follows the cached tokens. A token attends to the cached tokens, its
+            ancestors and itself, at position (cached tokens) + (number of ancestors). None: each
+            token follows the previous one.
+        kept: indices of the tokens of the sequence's previous part that stay cached, a path of that
+            part's tree from the root; () drops all of them, None keeps all.
     """
 
     sequence: int
@@ -61,13 +61,13 @@ class PackedPass:
 
     @property
     def wanted(self) -> list[int]:
-        """Return the indices of the tokens whose logits are needed, in order."""
+        """Return the indices, in the packed pass, of the tokens whose logits are needed."""
         stops = accumulate(len(part.tokens) for part in self.parts)
         ends = zip(stops, self.parts, strict=True)
         return [at for stop, part in ends for at in range(stop - part.wants, stop)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return a short form for ``from_json``: most passes have one token per part."""
+        """Return a form for ``from_json`` that leaves out default values, to keep headers short."""
         parts = [list(asdict(part).values()) for part in self.parts]
         plain = list(asdict(SequencePart(0, ())).values())
         for part in parts:
@@ -85,8 +85,8 @@ class KeyStore:
     """Keys and values of every layer of a stage, for each sequence, on the layers' device.
 
     Attributes:
-        room: most tokens of a sequence.
-        lengths: tokens held of each sequence.
+        room: maximum number of tokens of a sequence.
+        lengths: number of cached tokens of each sequence.
     """
 
     def __init__(self, room: int) -> None:
@@ -96,7 +96,10 @@ class KeyStore:
         self._held: dict[int, dict[Hashable, tuple[Tensor, Tensor]]] = {}
 
     def begin(self, passed: PackedPass) -> None:
-        """Drop ended sequences and rejected tokens before a pass. Raises ConfigError if full."""
+        """Drop ended sequences and rejected tokens before a pass.
+
+        Raises ConfigError if a sequence would exceed ``room``.
+        """
         for sequence in passed.ended:
             self.drop(sequence)
         for part in passed.parts:
@@ -109,13 +112,13 @@ class KeyStore:
             self._held.setdefault(part.sequence, {})
 
     def end(self, passed: PackedPass) -> None:
-        """Count the tokens of a pass after all layers have computed it."""
+        """Add the tokens of a pass to ``lengths``, after all layers have computed it."""
         for part in passed.parts:
             self._before[part.sequence] = self.lengths[part.sequence]
             self.lengths[part.sequence] += len(part.tokens)
 
     def keep(self, sequence: int, path: Sequence[int]) -> None:
-        """Keep tokens ``path`` of a sequence's last pass, in this order, and drop the others."""
+        """Keep the tokens ``path`` of a sequence's last pass, in this order; drop its others."""
         start = self._before[sequence]
         self.lengths[sequence] = stop = start + len(path)
         if list(path) == list(range(len(path))):
@@ -133,7 +136,7 @@ class KeyStore:
             self.drop(sequence)
 
     def put(self, layer: Hashable, part: SequencePart, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Store new keys and values, (H, n, D) each; return those of all tokens of the sequence."""
+        """Append keys and values, (H, n, D) each; return those of all tokens of the sequence."""
         start, layers = self.lengths[part.sequence], self._held[part.sequence]
         stop = start + key.shape[1]
         held = layers.get(layer)
@@ -164,7 +167,7 @@ class PackedPast:
     """Positions of a pass's tokens, and the attention of each to its visible tokens.
 
     It has ``positions``, ``room`` and ``attend`` like ``hybridcomp.nn.slices.KVCache``, so a layer
-    that uses these can both train in slices and generate.
+    that uses only these three can both train in slices and generate.
     """
 
     def __init__(self, store: KeyStore, passed: PackedPass, device: torch.device) -> None:
@@ -191,8 +194,8 @@ class PackedPast:
         """Store keys and values, and return every token's attention output, (1, H, N, D).
 
         Args:
-            layer: the attention layer, by which keys are kept.
-            query: (1, H, N, D), positions applied.
+            layer: the attention layer, the key under which keys and values are stored.
+            query: (1, H, N, D), with rotary positions already applied, as in ``key``.
             key, value: (1, K, N, D) with K heads, of which H is a multiple.
             scale: factor on the products; None: one over the root of D.
         """
@@ -222,7 +225,7 @@ class PackedPast:
 
 
 def _depths(part: SequencePart) -> Iterator[int]:
-    """Yield the distance of each token from the last held token."""
+    """Yield each token's position relative to the first new position of the sequence."""
     depths: list[int] = []
     for index in range(len(part.tokens)):
         parent = index - 1 if part.parents is None else part.parents[index]
@@ -231,7 +234,7 @@ def _depths(part: SequencePart) -> Iterator[int]:
 
 
 def _mask(start: int, part: SequencePart, device: torch.device) -> Tensor | None:
-    """Return the mask of the new tokens, (n, start + n) bool; None: causal, or everything."""
+    """Return the new tokens' mask, (n, start + n) bool; None: plain causal, or one token."""
     count = len(part.tokens)
     if part.parents is None and (count == 1 or start == 0):
         return None

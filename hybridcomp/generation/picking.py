@@ -23,7 +23,7 @@ class Picked:
     Attributes:
         answer: tokens added to the answer, at least one.
         tokens: tokens of the next pass: the answer's last token, or a tree after it.
-        parents, kept: those of the next part, see ``SequencePart``.
+        parents, kept: of the sequence's next ``SequencePart``.
     """
 
     answer: tuple[int, ...]
@@ -33,9 +33,9 @@ class Picked:
 
 
 class Picker(Protocol):
-    """Decides for each part of a pass, equally on all tensor ranks of the last stage.
+    """Picks tokens for each part of a pass; all tensor ranks of the last stage pick the same.
 
-    ``logits``: (n, V) of the requested tokens, in order of parts.
+    ``logits``: logits (n, V) of the requested tokens (``PackedPass.wanted``), in order of parts.
     """
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]: ...
@@ -57,9 +57,9 @@ class Sampling:
         temperature: 0 takes the most likely token.
         top_k: number of most likely tokens to choose from; 0: all.
         top_p: choose from the fewest tokens with this total probability.
-        seed: seed of the random numbers, one per token by seed, sequence and position.
+        seed: seed of the random numbers; a token's number depends on seed, sequence and position.
         vocabulary: limit on token ids; None: no limit.
-        stop: answers end after one of these tokens or runs of tokens.
+        stop: an answer ends after any of these tokens or sequences of tokens.
     """
 
     temperature: float = 0.0
@@ -92,7 +92,7 @@ class Sampling:
         logits = logits[: self.vocabulary].double().cpu()
         if self.temperature == 0:
             return int(logits.argmax())
-        # in order of ids: in another layout rounding may order probabilities differently
+        # sum in order of ids, not of probabilities: rounding may order these otherwise elsewhere
         shares = self._kept((logits / self.temperature).softmax(0)).cumsum(0)
         drawn = self._random(sequence, place) * shares[-1]
         return int(torch.searchsorted(shares, drawn, right=True).clamp(max=len(shares) - 1))
@@ -116,9 +116,9 @@ class Sampling:
         return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     def stops(self, answer: Sequence[int], known: int) -> int | None:
-        """Return how many tokens of ``answer`` remain up to its first stop; None without a stop.
+        """Return the length of ``answer`` up to and with its first stop; None without a stop.
 
-        ``known``: number of first tokens already checked.
+        ``known``: number of leading tokens that were already checked.
         """
         for end in range(known + 1, len(answer) + 1):
             if any(tuple(answer[max(0, end - len(run)) : end]) == run for run in self.stop):

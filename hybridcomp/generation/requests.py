@@ -1,4 +1,4 @@
-"""Choose, on the first stage, the sequences of the next pass of each batch in flight."""
+"""Choose the sequences of each batch's next pass; runs on the first stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from hybridcomp.generation.past import PackedPass, SequencePart
 from hybridcomp.generation.picking import Picked
 
-#: prompts join a pass of up to this many tokens; a longer prompt joins an empty one
+#: prompts join a pass until it has this many tokens, or as many as the longest prompt has
 JOINED = 2048
 
 Stops = Callable[[Sequence[int], int], int | None]
@@ -21,8 +21,8 @@ class Requests:
 
     Attributes:
         answers: tokens of each answer so far.
-        slots: number of batches in flight, at most as many as there are prompts to fill.
-        most: tokens of the largest pass.
+        slots: number of batches in flight; no more than the prompts can fill.
+        most: tokens of the largest possible pass.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Requests:
     ) -> None:  # fmt: skip
         """Ask for ``tokens`` tokens for each of ``prompts``.
 
-        ``stops``: returns for an answer, and the index of its first new token, how many tokens
-        remain if it has ended, else None. ``batch``: sequences of a slot. ``tree``: maximum tokens
-        of a sequence in a pass after its prompt. ``wants``: number of a prompt's last tokens whose
-        logits are needed.
+        ``stops``: takes an answer and the index of its first new token; returns the answer's final
+        length if it has ended, else None. ``batch``: sequences per slot. ``tree``: maximum tokens
+        of a sequence in a pass after the prompt's. ``wants``: number of a prompt's last tokens
+        that need logits.
         """
         self.answers: list[list[int]] = [[] for _ in prompts]
         self.slots = min(slots, -(-len(prompts) // batch))

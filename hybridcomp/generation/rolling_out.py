@@ -30,18 +30,19 @@ def rolling_out(
 ) -> Iterator[nn.Module]:
     """Yield ``model`` with whole weights, in eval mode and without gradients; all ranks enter.
 
-    1 check on all ranks that the weights fit  2 gather them and give them to the model, on all
-    ranks or none  3 the body, which sends nothing of ours  4 put everything back, and learn whether
-    the body has failed on another rank
+    1 all ranks check that the weights fit
+    2 all ranks, or none, gather the weights and put them into the model
+    3 the body runs, in which hybridcomp sends nothing
+    4 all ranks restore the model, and exchange whether their body has failed
 
     Args:
-        gather: checks the engine and returns the gather; None: the model has all weights.
-        put: gives the weights to the model; adds to the stack a callback that removes them.
-        ranks, group: global ranks that enter and their process group; None: all.
-        device: device of the ranks' messages about the body's end.
+        gather: checks the engine and returns the gather; None: the model already has all weights.
+        put: puts the weights into the model; adds a callback to the stack that removes them.
+        ranks, group: global ranks that enter, and their process group; None: all.
+        device: device of the message in step 4.
 
-    Raises ConfigError where the weights do not fit, PeerError on the ranks whose body ended well
-    where it failed on another one; there the error is that of the body.
+    Raises ConfigError on all ranks if the weights do not fit on one. If the body fails on a rank,
+    that rank raises the body's error, and ranks whose body ended well raise PeerError.
     """
     with ExitStack() as undo:
         with together(WHAT, undo.close, ranks=ranks):
@@ -79,7 +80,7 @@ def _first_to_fail(
 
 
 def _evaluate(model: nn.Module, undo: ExitStack) -> None:
-    """Put the model into eval mode; adds to ``undo`` calls that restore each module's mode."""
+    """Put the model into eval mode; add a callback to ``undo`` that restores all modes."""
     modes = [(module, module.training) for module in model.modules()]
 
     def put_back() -> None:
@@ -100,7 +101,7 @@ def without_hooks(handles: Iterable[Any], undo: ExitStack) -> None:
 
 
 def _restore(hooks: dict[int, Any], before: dict[int, Any], key: int) -> None:
-    """Restore a hook to its place among the remaining hooks, and move new ones after it."""
+    """Restore a removed hook to its former place; hooks added since ``before`` come last."""
     now = dict(hooks)
     there = {other: hook for other, hook in before.items() if other == key or other in now}
     hooks.clear()

@@ -20,15 +20,15 @@ TRIED = -1
 class StageRunner:
     """The layers of this rank's stage, with the keys and values of all sequences.
 
-    One call is one pass over packed tokens. To verify several candidates in one pass, give a
-    sequence's part their tree (``SequencePart.parents``) and ``wants`` for all of its nodes, and
-    name the accepted ones in its next part (``SequencePart.kept``): all stages then hold the same
-    keys and values as if only the accepted tokens had come, one by one.
+    One call is one pass over packed tokens. A pass verifies several candidates if a sequence's part
+    holds their tree (``SequencePart.parents``) and ``wants`` is the number of nodes. The sequence's
+    next part lists the accepted nodes (``SequencePart.kept``): all stages then hold the same keys
+    and values as if only the accepted tokens had been computed, one by one.
 
     Attributes:
         layers: layers of the stage, in order.
-        store: keys and values; ``store.of(sequence, layer)`` reads them, ``layer`` being what the
-            layer has given to ``past.attend``.
+        store: keys and values; ``store.of(sequence, layer)`` returns them, for the ``layer`` that
+            was passed to ``past.attend``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StageRunner:
 
     @torch.no_grad()
     def tried(self, values: Tensor | None = None) -> Tensor:
-        """Run three tokens and drop them; return a pass's result for all three.
+        """Run the layers on three tokens, then drop these; return the result for all three.
 
         ``values``: as for a pass. Raises ConfigError if a layer without ``past`` depends on other
         tokens, or on positions, which would be wrong in a packed pass.

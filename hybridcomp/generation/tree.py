@@ -1,7 +1,7 @@
 """Candidates of a draft as a tree after a sequence, and its accepted path (CaPE).
 
-The trunk is the draft's greedy continuation. Each of its tokens has siblings, the more the less
-confident the draft was (Du et al., GliDe with a CaPE, ICML 2024); siblings have no children.
+The trunk is the draft's greedy continuation. Each trunk token has siblings: more of them if the
+draft was less confident (Du et al., GliDe with a CaPE, ICML 2024). Siblings have no children.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: number of sibling candidates, by ten times the draft's largest probability
+#: candidates per position; the index is ten times the draft's largest probability, rounded down
 WIDTHS = (8, 8, 8, 6, 6, 6, 4, 4, 2, 2, 2)
 
 
@@ -22,7 +22,7 @@ class Tree:
 
 
 def width_for(probability: float) -> int:
-    """Return the number of candidates at this largest probability of the draft."""
+    """Return the number of candidates if the draft's largest probability is ``probability``."""
     return WIDTHS[min(int(10 * probability), len(WIDTHS) - 1)]
 
 
@@ -44,7 +44,7 @@ def linearised(root: int, levels: Sequence[Sequence[int]]) -> Tree:
 
 
 def accepted(tree: Tree, choices: Sequence[int]) -> list[int]:
-    """Return the path from the root whose tokens the target would pick itself.
+    """Return the longest path from the root whose tokens the target would pick itself.
 
     ``choices``: for each node, the target's pick after it.
     """

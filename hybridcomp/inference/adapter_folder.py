@@ -20,10 +20,10 @@ ADAPTER = ".lora_"
 
 
 class AdapterFolder:
-    """Follow versions of adapters (``publish.lora``: adapters), each saved in its own folder.
+    """Follow versions of adapters (``publish.lora``: adapters) and save each in its own folder.
 
-    vLLM loads one with ``POST /v1/load_lora_adapter`` (``load_inplace`` true) or ``LLM.add_lora``,
-    SGLang with ``load_lora_adapter``, PEFT with ``load_adapter``.
+    To load the folder, vLLM has ``POST /v1/load_lora_adapter`` (``load_inplace`` true) and
+    ``LLM.add_lora``, SGLang ``load_lora_adapter`` and PEFT ``load_adapter``.
     """
 
     def __init__(self, source: Any, folder: str | Path, config: Mapping[str, Any]) -> None:

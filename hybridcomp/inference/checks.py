@@ -25,8 +25,8 @@ def refuse_quantized(asked: object, tensors: Iterable[tuple[str, Tensor]]) -> No
     """Raise PublishError if an engine computes with quantized weights.
 
     Args:
-        asked: the engine's quantization setting; None or empty if it has none.
-        tensors: the engine's parameters: 8-bit integers and floats count as quantized.
+        asked: the engine's quantization setting; None or empty: not quantized.
+        tensors: the engine's parameters, of which 8-bit integers and floats count as quantized.
     """
     if asked:
         raise PublishError(
@@ -45,10 +45,10 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
     """Raise PublishError if the published model is not the engine's model.
 
     Args:
-        config: transformers' configuration of the engine's model; None or missing keys: not
-            compared.
+        config: transformers' configuration of the engine's model; missing keys, or all keys if
+            None, are not compared.
         shapes: the published shapes by name.
-        aliases: further names of published weights that are tied.
+        aliases: names of tied weights that are published under another name.
     """
     todo = "start the engine with the configuration of the trained model"
     adapter = next((name for name in shapes if name.startswith("base_model.")), None)
@@ -66,7 +66,7 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
         )
     layers = [int(found[1]) + 1 for name in shapes if (found := LAYER.match(name))]
     vocabulary = [int(shape[0]) for name, shape in shapes.items() if name == EMBEDDING]
-    # further layers follow the others
+    # layers that predict further tokens (MTP) may follow the model's layers
     further = getattr(config, "num_nextn_predict_layers", 0) or 0
     for key, sizes, more in (("num_hidden_layers", layers, further), ("vocab_size", vocabulary, 0)):
         wanted = getattr(config, key, None)
@@ -82,8 +82,8 @@ def are_eight_bits(
 ) -> bool:
     """Return whether weights were published in an engine's 8-bit format (``publish.as``).
 
-    Raises PublishError if the engine computes in 16 bits then, or otherwise with quantized weights;
-    ``asked``, ``tensors``: as for ``refuse_quantized``.
+    Raises PublishError if 8-bit weights meet an engine that computes in 16 bits, or 16-bit weights
+    an engine that is quantized. ``asked``, ``tensors``: as for ``refuse_quantized``.
     """
     is_eight = any(tensor.dtype == torch.float8_e4m3fn for tensor in weights.values())
     if not is_eight:
@@ -97,9 +97,10 @@ def are_eight_bits(
 
 
 def refuse_unknown(layout: LoaderLayout, is_packed: bool) -> None:
-    """Raise PublishError if an engine's loader, which has written nothing yet, accepts no weight.
+    """Raise PublishError if an engine's loader rejected a weight when ``layout`` was learned.
 
-    ``is_packed``: whether the engine has emptied weights, so that only names can be tried.
+    ``is_packed``: whether the engine has emptied weights, so that only unknown names count: copies
+    of known names fail as well.
     """
     names = ("ValueError", "KeyError")  # errors that loaders raise for an unknown name
     for name, why in layout.unknown.items():

@@ -15,7 +15,7 @@ _FACTORS = (-7046029254386353131, -4417276706812531889)
 
 @torch.no_grad()
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Return 64 bits for each tensor, computed on its device; the host waits once per device.
+    """Return a 64-bit hash of each tensor, computed on its device; the host waits once per device.
 
     Each word is hashed with its position, and the hashes are added modulo 2**64. This detects
     mistakes but not deliberate manipulation.

@@ -1,4 +1,4 @@
-"""Bring an engine's weights from one published version to another, whole versions only."""
+"""Switch an engine's weights from one published version to another, always completely."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AGAIN = "update again: the whole of a version is loaded then"
 
 
 def is_wait(seconds: object) -> bool:
-    """Return whether ``seconds`` is a wait that a message may request."""
+    """Return whether ``seconds`` is a valid waiting time: a finite number, at least 0."""
     return type(seconds) in (int, float) and 0 <= seconds < float("inf")  # type: ignore[operator]
 
 
@@ -39,8 +39,8 @@ class Patched:
     """Changed values of a parameter, in checkpoint coordinates.
 
     Attributes:
-        name: the parameter's Hugging Face name; ``whole``: all its values, in its shape.
-        offsets: flat offsets of the changed values, int64, rising; ``values``: the new values.
+        name, whole: the parameter's Hugging Face name, and all of its values in its shape.
+        offsets, values: flat offsets of the changed values, int64, ascending, and the new values.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Engine(Protocol):
         """Return a function that writes the changed values into the engine, leaving all others."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return all tensors of the engine that loading writes, by the engine's names."""
+        """Return all tensors of the engine that loading may write, with the engine's names."""
 
 
 @dataclass
@@ -70,10 +70,10 @@ class Loaded:
     """The version that the engine holds completely, and fingerprints of its tensors.
 
     Attributes:
-        version: None if the engine holds none, or possibly only part of one.
-        prints: None if none were computed.
-        noted: mirror version up to which ``pending`` is complete.
-        pending: offsets of values that the mirror has but the engine lacks, by parameter.
+        version: the engine's version; None if it holds none, or possibly only a part of one.
+        prints: fingerprints of the engine's tensors; None if they were not computed.
+        noted: version of the receiver's mirror up to which ``pending`` is complete.
+        pending: by parameter, offsets of values that the mirror has and the engine lacks.
     """
 
     version: int | None = None
@@ -99,9 +99,9 @@ class Follower:
     ) -> None:
         """Hold receiver and engine; nothing is read before ``follow``.
 
-        ``wait_s`` and ``verify``: as for ``ModuleFollower``; attributes that may change between
-        calls. ``verify`` takes a pass over the engine's weights before changed values are written.
-        ``pause_s`` holds the seconds of the last load, without the preparation.
+        ``wait_s``, ``verify``: as for ``ModuleFollower``; both attributes may change between calls.
+        With ``verify``, each call reads all of the engine's weights before it writes changes.
+        Attribute ``pause_s``: seconds of the last ``load``.
         """
         self._receiver, self._engine = receiver, engine
         self.wait_s, self.verify = wait_s, verify
@@ -117,9 +117,9 @@ class Follower:
     def follow(self, wanted: int | None = None) -> tuple[str, ...]:
         """Bring the engine to version ``wanted``; None: to the newest one.
 
-        1 check that the engine is as it was left
-        2 receive and check versions, which only changes the mirror
-        3 check that the engine can use them, and find the places of changed values
+        1 check that nobody else has written the engine's weights since the last load
+        2 receive and check versions, which changes only the receiver's mirror
+        3 check that the engine can use the weights, and find the places of changed values
         4 load changed values, or everything if the engine's version is unknown
         5 compute fingerprints of the engine's tensors
 
@@ -130,9 +130,9 @@ class Follower:
         return names
 
     def prepare(self, wanted: int | None = None) -> bool:
-        """Do steps 1 to 3 of ``follow``, leaving the engine unchanged; return whether 4 is needed.
+        """Do steps 1 to 3 of ``follow``; return whether step 4 is needed.
 
-        The engine may answer requests meanwhile. Raises PublishError.
+        The engine stays unchanged and may answer requests meanwhile. Raises PublishError.
         """
         self._ready = None
         # 1
@@ -156,8 +156,8 @@ class Follower:
     def load(self) -> tuple[str, ...]:
         """Do step 4 of ``follow``, after ``prepare``, while the engine answers no request.
 
-        Returns the names of the parameters that were written. Raises PublishError; the engine holds
-        no version then.
+        Returns the names of the parameters that were written. Raises PublishError, after which the
+        engine holds no version.
         """
         begun = time.perf_counter()
         version, ready = self._receiver.version, self._ready
@@ -189,7 +189,7 @@ class Follower:
         held = self._loaded
         if held.version is None or not self.verify:
             return
-        # loaded with ``verify`` off: compute fingerprints for the next call
+        # the last load ran without ``verify``: compute fingerprints for the next call
         if held.prints is None:
             self.settle()
             return
@@ -222,10 +222,10 @@ class Follower:
             )
 
     def _update(self, wanted: int | None) -> None:
-        """Update the mirror, and record what it changed.
+        """Update the mirror, and add the changed offsets to ``pending``.
 
-        If the result does not start where the record ends, an error has lost a version: the
-        engine's version is then unknown, and everything is loaded.
+        If the update does not start at version ``noted``, an error has interrupted an earlier
+        update: the engine's differences are then unknown, and everything is loaded.
         """
         applied, held = self._receiver.update(wanted), self._loaded
         if held.version is None:

@@ -1,9 +1,9 @@
 """Learn from an engine's own loader where checkpoint values go, and write changes there.
 
-An engine packs, shards and renames checkpoint tensors while loading them. Its loader is run once,
-with copies into parameters recorded instead of executed. Each copy maps a block of a checkpoint
-tensor to a block of a parameter. By this map changed values are written to their places, and a few
-values of every parameter are compared after each load.
+An engine packs, shards and renames checkpoint tensors while it loads them. ``learn`` runs the
+loader once and records its copies into parameters instead of executing them. Each copy maps a block
+of a checkpoint tensor to a block of a parameter. With this map, changed values are written to
+their places, and a few values of every parameter are compared after each load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CONSTANT = (
     torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default,
 )  # fmt: skip
-#: most values of a block that are compared after a load
+#: number of values of a block that are compared after a load, at most
 SAMPLES = 16
 
 
@@ -32,8 +32,9 @@ class Strided:
     strides: tuple[int, ...]
 
     def of(self, like: Tensor, positions: list[Tensor]) -> Tensor:
-        """Return storage offsets of block positions, given one tensor like ``like`` per
-        dimension.
+        """Return the storage offsets of values of the block.
+
+        ``positions``: for each dimension the values' indices, tensors like ``like``.
         """
         found = torch.full_like(like, self.offset)
         for position, stride in zip(positions, self.strides, strict=True):
@@ -45,7 +46,7 @@ class Strided:
 class Block:
     """A block of ``sizes`` that the loader copies from a tensor into parameter ``to``.
 
-    ``source`` is relative to the first value of the tensor, ``target`` to that of the storage.
+    ``source`` counts from the tensor's first value, ``target`` from the parameter storage's first.
     """
 
     to: str
@@ -72,7 +73,7 @@ class Block:
         return inside, found[inside]
 
     def some(self) -> tuple[Tensor, Tensor]:
-        """Return offsets of a few values, first and last included: in tensor and in storage."""
+        """Return a few values' offsets in the tensor and in the storage, with first and last."""
         numel = torch.Size(self.sizes).numel()
         flat = torch.linspace(0, numel - 1, min(SAMPLES, numel), dtype=torch.float64).long()
         positions = list(torch.unravel_index(flat, self.sizes)) if self.sizes else []
@@ -84,9 +85,9 @@ class LoaderLayout:
     """Record which blocks of each checkpoint tensor an engine's loader copies to this worker.
 
     Attributes:
-        blocks: blocks copied of each tensor, by the checkpoint's names; empty if this worker holds
-            none of the tensor.
-        unknown: tensors that the loader does not simply copy, with the reason.
+        blocks: for each checkpoint name the blocks that are copied; empty if this worker holds no
+            part of the tensor.
+        unknown: for each checkpoint name that the loader does not simply copy, the reason.
     """
 
     blocks: dict[str, list[Block]] = field(default_factory=dict)
@@ -122,7 +123,7 @@ class LoaderLayout:
     def differing(
         self, parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
     ) -> str:
-        """Compare a few values of each block; return a parameter that differs, or "".
+        """Compare a few values of each block; return the name of a parameter that differs, or "".
 
         ``weights``: checkpoint tensors; unknown ones are skipped. The host waits once per device.
         """
@@ -183,7 +184,7 @@ def _homes(parameters: Mapping[str, Tensor]) -> dict[int, str]:
 
 
 class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record copies from one tensor into parameters; any other write makes the tensor odd."""
+    """Record copies from one tensor into parameters; ``odd``: why another write occurred."""
 
     def __init__(self, homes: Mapping[int, str], weight: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -233,7 +234,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _nested(view: Tensor) -> bool:
-    """Return whether all values of a view lie at distinct places, given by its strides."""
+    """Return whether a view's strides give every value its own place in the storage."""
     inner = 1
     for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
         if size > 1 and stride < inner:

@@ -16,7 +16,7 @@ from hybridcomp.inference.checks import refuse_quantized
 from hybridcomp.inference.follower import Follower, Patched
 from hybridcomp.publishing import WeightReceiver
 
-#: a sender may send at most twice the module's weights plus this many
+#: a receiver accepts at most twice the module's number of weights plus this many
 SPARE_WEIGHTS = 1 << 20
 
 
@@ -24,8 +24,8 @@ class ModuleFollower:
     """Keep a module's parameters at a published version: call ``update()`` before generating.
 
     The module must have the trained module's parameters, under the same names and in the published
-    dtype. Buffers are not updated. No ``close`` is needed: mirror and fingerprints are freed with
-    this object.
+    dtype. Buffers are not updated. No ``close`` is needed: the mirror and fingerprints are freed
+    with this object.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class ModuleFollower:
             module: module whose parameters are updated in place, on their own device.
             source: as for ``hybridcomp.WeightReceiver``.
             wait_s: seconds to wait for a version that is announced but not available yet.
-            verify: whether to check that nobody else has written the weights since.
+            verify: whether to check that nobody else has written the weights since the last update.
         """
         count = sum(parameter.numel() for parameter in module.parameters())
-        # a model with a few more weights passes this limit, and the check of names then names them
+        # a larger model may pass this limit; ``check`` then names the parameters that do not fit
         self.receiver = WeightReceiver(source, weights=SPARE_WEIGHTS + 2 * count)
         self._follower = Follower(
             self.receiver, _ModuleWeights(module, self.receiver), wait_s=wait_s, verify=verify
@@ -90,10 +90,10 @@ class _ModuleWeights:
         self._check_ties(mine)
 
     def _check_ties(self, mine: dict[str, Tensor]) -> None:
-        """Raise PublishError if the module ties other parameters than the trained model.
+        """Raise PublishError if the module does not tie the same parameters as the trained model.
 
-        Of two parameters on one tensor only the last one written would remain; a missing tie would
-        leave the other tensor outdated.
+        If only the module ties two parameters, the second write would overwrite the first; if only
+        the trained model does, one of the two tensors would stay outdated.
         """
         aliases, by_weight, by_tensor = self._receiver.aliases, dict[str, str](), dict[int, str]()
         for name, tensor in mine.items():
@@ -134,5 +134,5 @@ class _ModuleWeights:
                 target[torch.unravel_index(offsets, target.shape)] = values
 
     def _by_name(self) -> dict[str, Tensor]:
-        """Return the parameters by all their names."""
+        """Return the parameters by name, tied ones under each of their names."""
         return dict(self._module.named_parameters(remove_duplicate=False))

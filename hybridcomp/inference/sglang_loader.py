@@ -1,8 +1,8 @@
 """Load published weights in SGLang's workers through a custom weight loader.
 
 A server is started with ``--custom-weight-loader hybridcomp.inference.sglang_loader.load``. An
-update is one small message to all workers, which names folder and version. Each worker has its own
-receiver and loads changed parameters in the way SGLang loads a checkpoint.
+update is one small message to all workers that names the folder and the version. Each worker has
+its own receiver and loads changed parameters as SGLang loads those of a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridcomp.publishing import WeightReceiver
 LOADER = "hybridcomp.inference.sglang_loader.load"
 #: name of a message's only tensor
 MESSAGE = "__hybridcomp__"
-#: attribute in which a model keeps its follower, so that they are freed together
+#: attribute of a model that holds its follower, so that both are freed together
 KEPT = "_hybridcomp_follower"
 
 

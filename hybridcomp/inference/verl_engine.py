@@ -1,8 +1,8 @@
 """Publish weights of verl's actors and load them in its rollouts: a checkpoint engine of verl.
 
-verl imports this module in every worker, as ``checkpoint_engine.custom_backend_module``, which
-registers the backend "hybridcomp". Actors publish to a folder that the rollouts can read: every
-actor rank keeps, and compares, an even share of each tensor that verl's export yields.
+verl imports this module in every worker (``checkpoint_engine.custom_backend_module``); the import
+registers the backend "hybridcomp". Actors publish to a folder that the rollouts can read. Every
+actor rank keeps an even share of each tensor that verl exports, and compares it with the next.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Transfer exact deltas through a folder; an instance serves an actor or a rollout.
 
     Attributes:
-        summary: figures of the last version, on an actor; None before the first.
+        summary: figures of the last version, on an actor; None before the first version.
 
-    An actor keeps a 16-bit copy of its share, twice during a sync; a rollout worker keeps a mirror
-    of the whole model on its host. Both are freed with the object.
+    On the host, an actor keeps a 16-bit copy of its share (two during a sync), and a rollout worker
+    keeps a mirror of the whole model. The memory is freed with the object.
     """
 
     wire_format = "named_tensors"
@@ -97,8 +97,8 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def init_process_group(self, is_rollout: bool) -> None:
         """Bring a rollout's mirror to the folder's newest version before this sync.
 
-        verl starts sending once this has returned everywhere, so the folder's next version is this
-        sync's.
+        verl starts to send once this has returned on all workers, so the folder's next version is
+        the version of this sync.
         """
         if is_rollout:
             if self._receiver is None:
@@ -139,8 +139,8 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> AsyncGenerator[tuple[str, Tensor], None]:
         """Wait for this sync's version, apply it to the mirror, and yield all its tensors.
 
-        The tensors are views of the mirror: verl copies all of them to the engine on the same
-        machine, as with its other backends. Raises PublishError before the first one.
+        The tensors are views of the mirror; verl copies all of them to the engine on the same
+        machine, as with its other backends. Raises PublishError before it yields a tensor.
         """
         receiver = await self._next_version()
         for name, tensor in receiver.tensors():

@@ -46,8 +46,8 @@ def register() -> None:
 def plugin() -> None:
     """Register both engines in a vLLM process; on a SeamError print why and let vLLM start.
 
-    vLLM calls this wherever hybridcomp is installed, also for servers that use no weights from it.
-    Without the backend vLLM ends a server that asks for it.
+    vLLM calls this wherever hybridcomp is installed, also in servers that do not use the backend.
+    If the backend is not registered, vLLM itself ends a server that is configured to use it.
     """
     try:
         register()

@@ -1,4 +1,4 @@
-"""Publish versions from a training job and have vLLM's workers load them: a trainer's engine."""
+"""Publish versions from a training job and make vLLM's workers load them: vLLM's trainer engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
     def __init__(
         self, *, client: Any, publisher: Publisher, rank: int, where: dict[str, Any]
     ) -> None:
-        """Hold the publisher, which the caller closes; ``where``: first message to workers."""
+        """Hold the publisher, which the caller closes. ``where``: fields of ``VersionSource``."""
         takes_rank = "rank" in inspect.signature(TrainerWeightTransferEngine.__init__).parameters
         more = {"rank": rank} if takes_rank else {}
         super().__init__(client=client, source=None, is_sender=rank == 0, **more)
@@ -71,13 +71,14 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         return engine
 
     def prepare_weights(self) -> StartedVersion:
-        """Publish a version beside training; workers receive and check it beside requests.
+        """Start to publish a version while training and the workers' requests go on.
 
-        They keep their current version until ``send_weights``, which then publishes nothing and
-        switches to this version. Called on every rank, a collective.
+        The workers receive and check it in a thread. They keep their current version until
+        ``send_weights``, which then publishes nothing and makes them switch to this version. Every
+        rank calls this; a collective.
 
-        Raises PublishError on every rank if an earlier version could not be published. Errors of
-        this version, and of the workers, are raised by ``send_weights``.
+        Raises PublishError on every rank if an earlier version could not be published.
+        ``send_weights`` raises the errors of this version and of the workers.
         """
         told = self._prepared = self._publisher.publish(wait=False)
         if self.is_sender:
@@ -85,14 +86,14 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         return told
 
     def send_weights(self) -> VersionSummary:
-        """Publish a version, and have the workers load it; called on every rank, a collective.
+        """Publish a version, and make the workers load it; every rank calls this, a collective.
 
         The workers are first told the source again, which matters only after a server restart. Then
         the prefix cache, which holds keys and values of the previous version, is reset if the
         client has ``reset_prefix_cache``, as ``ServerClient`` does.
 
-        Raises PublishError on every rank if the version could not be published or no worker holds
-        it; the workers then keep their version, or hold none, as the error says.
+        Raises PublishError on every rank if the version could not be published or loaded. The error
+        says whether the workers keep their version or hold none.
         """
         prepared, self._prepared = self._prepared, None
         told = self._publisher.publish() if prepared is None else self._publisher.finish()
@@ -130,15 +131,16 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
 
 class ServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """vLLM's client of a server, which also resets what the server has cached of a version."""
+    """vLLM's client for a server; it can also reset the server's caches of an old version."""
 
     def reset_prefix_cache(self) -> None:
-        """Drop what was computed with the previous version; running requests recompute theirs.
+        """Make the server drop what it has computed with the previous version.
 
-        Outputs of encoders, of images for example, go first: keys and values are computed from
-        them. With keys and values go those that a connector of vLLM keeps elsewhere.
+        The outputs of encoders (for example of images) are dropped first, since keys and values are
+        computed from them; then all keys and values, also those of vLLM's external connectors.
+        Running requests recompute theirs.
 
-        Raises PublishError if the server has not done so.
+        Raises PublishError if the server reports a failure.
         """
         self._reset("reset_encoder_cache")
         answer = self._reset("reset_prefix_cache", reset_running_requests="true",

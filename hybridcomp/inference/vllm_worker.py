@@ -2,8 +2,8 @@
 
 Each worker has its own receiver. The first version, and every parameter that vLLM does not simply
 copy, goes through vLLM's layerwise reload. Changed values are written where vLLM's own loader puts
-them in packed and sharded parameters. If the trainer asks for it, a version is prepared beside
-running requests, and the worker switches to it in one short pause.
+them in packed and sharded parameters. If the trainer asks for it, the worker prepares a version
+while it answers requests, and switches to it in one short pause.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class VersionSource(WeightTransferInitInfo):  # type: ignore[misc]
 class VersionUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Message to a worker for each update: the version that all workers load.
 
-    ``prepare``: start receiving and checking it beside requests, and return at once; a later
-    message without ``prepare`` switches to it.
+    ``prepare``: start to receive and check the version in a thread, and return at once; a later
+    message without ``prepare`` switches to the version.
     """
 
     version: int
@@ -119,7 +119,7 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         """Bring the model to the version of ``update_info``, on all workers or on none.
 
         If an error occurs before anything is written, all workers keep their version; after an
-        error in loading all hold none. Raises PublishError, on the last worker.
+        error during loading no worker holds a version. Raises PublishError on the last worker.
         """
         wanted = update_info.version
 
@@ -161,15 +161,15 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
 
 #: vLLM's quantizations whose checkpoint format ``publish.as`` publishes
 EIGHT_BITS = ("fp8", "mxfp8", "modelopt_mxfp8")
-#: vLLM's names of the methods by which layers compute with weights as they were loaded
+#: names of vLLM's quantization methods that leave weights as they were loaded
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 def _is_rearranged(model: Any) -> bool:
     """Return whether vLLM may have rearranged a layer's weights after loading.
 
-    That holds for layers whose ``quant_method`` is not a plain one, such as 16-bit experts, and for
-    those whose weights vLLM has emptied because it computes with packed copies.
+    It may have for layers whose ``quant_method`` is not in PLAIN_METHODS, such as 16-bit experts.
+    It has for layers whose weights are empty, because vLLM computes with packed copies.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -183,7 +183,7 @@ def _is_rearranged(model: Any) -> bool:
 def _pack_again(model: Any) -> None:
     """Have vLLM repack weights whose packed copies its own reload does not update.
 
-    On CPUs these are the rows of a tied embedding, used by the head, and experts.
+    On CPUs these are experts, and the embedding if the head is tied to it.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -211,7 +211,7 @@ class _WorkerWeights:
         return found
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError if these weights are another model's, or values would change."""
+        """Raise PublishError if the weights are another model's or would be converted."""
         published = dict(weights)
         is_eight = are_eight_bits(published, self._config.quantization, self.weights())
         refuse_dtype(self._config.dtype, published.items())
@@ -250,9 +250,9 @@ class _WorkerWeights:
     def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
         """Return a function that writes the changed values in place and compares a few.
 
-        If vLLM rearranges a layer's weights after loading, such as those of experts, or its loader
-        does more than copy a changed one, the places are unknown: then the whole model is reloaded
-        as from a checkpoint.
+        If vLLM rearranges any layer's weights after loading (for example those of experts), or its
+        loader does more than copy a changed parameter, the values' places are unknown: the function
+        then reloads the whole model as from a checkpoint.
         """
         layout = self._layout
         assert layout is not None, "``check`` has learned it"
@@ -270,7 +270,7 @@ class _WorkerWeights:
         return switch
 
     def _compare(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError if one of a few values of a parameter is not the published one."""
+        """Raise PublishError if a compared value of a parameter is not the published one."""
         assert self._layout is not None
         odd = self._layout.differing(dict(self.weights()), weights)
         if odd:

@@ -1,1 +1,1 @@
-"""The ranks of a job: compare their state, name dead ranks, write files together, end cleanly."""
+"""Coordinate a job's ranks: compare state, name dead ranks, write files together, end cleanly."""

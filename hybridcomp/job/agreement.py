@@ -30,17 +30,17 @@ from hybridcomp.log import complain
 
 #: seconds between two checks whether silent ranks' processes still run
 LOOK_S = 1.0
-#: share of the process group's time-out after which a silent rank is an error: soon after, torch
-#: ends ranks that wait for it in a message of upstream, without naming it
+#: fraction of the process group's time-out after which a silent rank is an error. At the full
+#: time-out, torch ends ranks that wait for it in upstream's messages, without naming the rank
 PATIENCE = 0.9
 #: name of the operation ``together.ending`` in the key of a failure
 ENDING = "ending"
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
 
-#: ranks of a part of the job (None: all) -> number of their rounds outside of operations
+#: by ranks of a part of the job (None: all), number of rounds so far outside of operations
 _rounds: Counter[Ranks | None] = Counter()
-#: last round of the ranks of a part, whose keys the next round deletes
+#: by ranks of a part of the job, its last round, whose keys the next round deletes
 _last: dict[Ranks | None, StatementRound] = {}
 
 
@@ -60,8 +60,8 @@ def agree(
 
     ``ranks``: global ranks of the part of the job that compares, this one among them; None: all.
 
-    Returns when all ranks stated the same. Raises AgreementError on every rank, naming ranks and
-    keys, as soon as all have stated and two differ; otherwise like ``tell``.
+    Returns when all ranks have sent equal statements. If two statements differ, raises
+    AgreementError on every rank, naming ranks and keys. Raises other errors as ``tell`` does.
     """
     speakers = _speakers(ranks)
     if len(speakers) == 1:
@@ -83,13 +83,13 @@ def tell(
 ) -> list[dict[str, Any]]:
     """Exchange statements over the default group; return them by rank. Every rank calls it.
 
-    ``ranks``: as for ``agree``; statements are returned in their order. Raises PeerError once a
-    rank has ended without a statement, AgreementError if one stays silent for ``seconds``, None:
-    for PATIENCE of the group's time-out. A rank that states later still gets the statements.
+    ``ranks``: as for ``agree``; statements are returned in the order of ``ranks``. Raises PeerError
+    once a rank has ended without a statement, and AgreementError if a rank sends no statement for
+    ``seconds`` (None: PATIENCE of the group's time-out). A later rank still gets the statements.
 
-    Once all ranks have stated, all have read the previous round, whose keys are then deleted: the
-    store holds only one round for each part of the job. The number of store requests per rank does
-    not depend on the number of ranks (``StatementRound``).
+    Once all ranks have sent statements, all of them have read the previous round, so its keys are
+    deleted: the store holds only one round for each part of the job. The number of store requests
+    per rank does not depend on the number of ranks (``StatementRound``).
     """
     speakers = _speakers(ranks)
     if len(speakers) == 1:
@@ -109,7 +109,7 @@ def _exchanged(
     speakers: Sequence[int],
     seconds: float | None = None,
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """State, wait and read; return the distinct statements, and the index of each speaker's."""
+    """Exchange statements; return the distinct ones, and each speaker's index into them."""
     part = None if ranks is None else tuple(ranks)
     operation = next((o for o in gates.here.operations if o.takes_in(speakers)), None)
     rounds, name = (_rounds, "") if operation is None else (operation.rounds, operation.name)
@@ -127,7 +127,7 @@ def _exchanged(
     _await_all(this, what, PATIENCE * _timeout_s() if seconds is None else seconds)
     statements = this.read()
     before, _last[part] = _last.get(part), this
-    # all have stated again, so all have read the previous round
+    # all ranks have sent this statement, so all have read the previous round
     if before is not None and before.store is store:
         before.forget()
     return statements
@@ -147,9 +147,10 @@ def _prefix(operation: str, part: Ranks | None, number: int) -> str:
 def start() -> str:
     """Return the number of times that the job was started before, for keys in its store.
 
-    torchrun restarts ranks with the same store: statements of earlier starts must not count. If
-    rank 0 creates the store, it is new in every start, and returning nodes have counted fewer
-    starts (TORCH_DISABLE_SHARE_RDZV_TCP_STORE), so the number is always 0.
+    torchrun restarts ranks with the same store, so keys need this number: statements of earlier
+    starts must not count. If rank 0 creates the store in every start
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE), the number is always 0, since nodes that have rejoined
+    would have counted fewer starts than the others.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
         return "0"
@@ -157,7 +158,7 @@ def start() -> str:
 
 
 def failure_key(operation: str) -> str:
-    """Return the key in the store under which a rank states that it fails in an operation."""
+    """Return the store key under which a rank reports its failure in ``operation``."""
     return f"hybridcomp/failed/{start()}/{operation}"
 
 
@@ -186,7 +187,7 @@ def _await_all(this: StatementRound, what: str, patience: float) -> None:
 
 
 def _complain(this: StatementRound, what: str, silent: float, patience: float) -> None:
-    """Name the missing ranks, on only one rank."""
+    """Print which ranks are missing; called on one rank only."""
     missing = this.missing_ranks()
     if not missing:
         this.collect()
@@ -202,8 +203,7 @@ def _complain(this: StatementRound, what: str, silent: float, patience: float) -
 def _check_peers(this: StatementRound, what: str) -> None:
     """Raise PeerError if a rank on this host has ended without stating.
 
-    It checks processes before the store, so that a rank that stated and then ended counts as
-    stated.
+    It checks processes before the store, so that a rank that ended after its statement is no error.
     """
     ended = processes.gone(this.speakers, dist.group.WORLD)
     try:

@@ -1,4 +1,4 @@
-"""Name the device of a rank, for measurements and jobs alike, and find a job's device."""
+"""Return a device's name for reports, and the device of a process group's messages."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 A gloo thread releases a message's tensors after the waiting rank has already continued, and takes
 the GIL for that. Python before 3.14 kills a thread that requests the GIL while the interpreter
 shuts down, at a point where C++ allows no exit: the process aborts (SIGABRT, ``terminate called
-without an active exception``) although its training succeeded. A thread is that late if another
-process held its core: in 24 of 40 jobs whose gloo threads ran at the lowest priority, and in 3 of
-26 at the usual one.
+without an active exception``) although its training succeeded. A thread is late if another process
+holds its core: jobs aborted in 24 of 40 runs with gloo threads at the lowest priority, and in 3 of
+26 runs at the usual priority.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 
 #: torch's name of the threads that carry messages (ProcessGroupGloo::runLoop)
 CARRIER = "pt_gloo_runloop"
-#: seconds to wait for them; a thread that runs longer is not just releasing tensors
+#: seconds to wait for these threads; one that runs longer is not just releasing tensors
 PATIENCE_S = 30.0
-#: number of consecutive checks that must see all of them asleep
+#: number of consecutive checks that must find all message threads asleep
 LOOKS = 3
 _TASKS = Path("/proc/self/task")
 
 
 def let_go(patience_s: float = PATIENCE_S) -> bool:
-    """Wait until no message thread runs or wants to; return False after the limit.
+    """Wait until no message thread is running or runnable; return False after the limit.
 
     Every sleep hands the GIL to threads that request it. A thread that waits for a peer's message
     is asleep and does not count. Returns True at once if there is no such thread, or if threads

@@ -1,13 +1,13 @@
 """End a rank on a mistake of its user: one line for the job, no traceback, one exit status.
 
-``install`` puts ``show`` in front of ``sys.excepthook``: errors of the configuration, of versions
-and of ranks that differ state what to do. A traceback through upstream and hybridcomp would only
-hide that, on every rank again; ``HYBRIDCOMP_TRACEBACK=1`` shows it.
+``install`` puts ``show`` in front of ``sys.excepthook``. The messages of configuration, version and
+agreement errors say what to do; a traceback through upstream and hybridcomp on every rank would
+only hide the message. ``HYBRIDCOMP_TRACEBACK=1`` shows the traceback.
 
-Every rank meets the same mistake. Once the process group is up, the ranks count themselves in its
-store, and the first one prints. Before that, the ranks of one node coordinate by a socket name that
-only one process can bind. If neither works, every rank prints: too many messages are better than
-none.
+Every rank meets the same mistake, but only one should print it. Once the process group is up, the
+ranks count themselves in its store, and the first one prints. Before that, the ranks of one node
+try to bind the same socket name, and the one that succeeds prints. If neither the store nor the
+socket works, every rank prints: too many messages are better than none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridcomp.job.environment import TRACEBACK
 
 #: exit status for a configuration that cannot act; argparse uses it for bad arguments
 BAD_INPUT = 2
-#: errors that a user must fix; a CodecError may instead be our fault or the machine's
+#: errors that a user must fix; CodecError is absent, as it may be our fault or the machine's
 MISTAKES: tuple[type[HybridcompError], ...] = (ConfigError, AgreementError, SeamError)
 #: seconds for which the printing rank stays alive, so that others find it
 LINGER_S = 3.0
@@ -43,8 +43,9 @@ _before: list[Callable[..., object]] = []
 def install() -> None:
     """Show uncaught mistakes as one line from now on; harmless when called twice.
 
-    It also reinstalls if another hook has replaced ``show`` meanwhile, as ``init_process_group``
-    does: that hook may not call ``show``; if it does, ``show`` calls the hook before it.
+    If another hook has replaced ``show`` meanwhile, as that of ``init_process_group`` does,
+    ``install`` puts ``show`` in front again, since that hook may not call ``show``. If it does,
+    ``show`` passes the error on to the hook that was installed before.
     """
     if sys.excepthook is not show:
         _before.append(sys.excepthook)
@@ -72,9 +73,9 @@ def show(kind: type[BaseException], error: BaseException, traceback: TracebackTy
 
 
 def tell(text: str) -> None:
-    """Print ``text`` on stderr, only on the first rank that calls this with it.
+    """Print ``text`` on stderr, but only on the first rank that calls this with the same text.
 
-    The others wait until it is printed, since a launcher kills all ranks once one has ended.
+    The other ranks wait until it is printed, since a launcher kills all ranks once one has ended.
     """
     meeting = _meeting(text)
     if not meeting.first and meeting.is_told():
@@ -100,7 +101,7 @@ class _Alone:
 
 
 def _meeting(text: str) -> _Alone:
-    """Join the ranks that call this with ``text``."""
+    """Return the meeting of the ranks that call this with the same ``text``."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return _Alone()
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -126,7 +127,7 @@ class _InStore(_Alone):
         self.first = self._add(name, 1) == 1
 
     def _add(self, key: str, number: int) -> int:
-        """Add to a number in the store, leaving its time-out unchanged for other code."""
+        """Add to a number in the store, without changing the store's time-out for other code."""
         before = self._store.timeout
         self._store.set_timeout(timedelta(seconds=LINGER_S))
         try:
@@ -138,7 +139,7 @@ class _InStore(_Alone):
         return self._until(lambda: self._add(f"{self._name}/told", 0) > 0)
 
     def tell(self) -> None:
-        """Tell the others, and stay until all have come, since this process may hold the store."""
+        """Tell the others, and stay until all have read it: this process may host the store."""
         with contextlib.suppress(Exception):
             self._add(f"{self._name}/told", 1)
         self._until(lambda: self._add(self._name, 0) >= self._ranks)
@@ -156,7 +157,7 @@ class _InStore(_Alone):
 
 
 class _OnNode(_Alone):
-    """Meeting of the ranks that one launcher started on this node, at a socket name (Linux)."""
+    """Meeting of the ranks that one launcher started on this node, by a socket name (Linux)."""
 
     def __init__(self, name: str) -> None:
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
@@ -171,7 +172,7 @@ class _OnNode(_Alone):
             self.first = False
 
     def is_told(self) -> bool:
-        """Return whether the first rank has printed within LINGER_S: it then listens."""
+        """Return whether the first rank prints within LINGER_S; it listens once it has printed."""
         deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
@@ -181,7 +182,7 @@ class _OnNode(_Alone):
         return False
 
     def tell(self) -> None:
-        """Tell the others: listen for LINGER_S, in which they connect."""
+        """Tell the others: listen for LINGER_S, so that they can connect."""
         with contextlib.suppress(OSError):  # the socket is unbound: the first rank never printed
             self._socket.listen(socket.SOMAXCONN)
         time.sleep(LINGER_S)

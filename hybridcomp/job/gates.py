@@ -1,8 +1,8 @@
 """Gates: points where the ranks of an operation wait for each other or learn of a failure.
 
-An operation (``together.together``) is done by all of its ranks or by none. Code inside needs no
-reference to it: it calls ``gate`` before each collective, and ``check_failed`` in each wait for
-another rank. Outside of operations both do nothing.
+An operation (``together.together``) is done by all of its ranks or by none. Code inside it needs no
+reference to the operation: the code calls ``gate`` before each collective, and ``check_failed`` in
+each wait for another rank. Outside of operations, ``gate`` and ``check_failed`` do nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Operation(ABC):
     """An operation that several ranks perform together, as one of them sees it.
 
     Attributes:
-        name: its name in store keys, the same on all of its ranks and unique among operations.
-        rounds: number of statement rounds so far, by ranks of a part of the job; None: all ranks.
+        name: name in store keys, the same on all ranks of the operation, and unique.
+        rounds: number of statement rounds so far; keys are the ranks that exchange statements, None
+            for all ranks.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,9 +71,9 @@ def gate(group: dist.ProcessGroup | None = None) -> None:
 
 
 def check_failed(is_there: Callable[[], object] = bool) -> None:
-    """Raise if another rank has failed in the operation in which this rank is waiting.
+    """Raise if another rank has failed in the operation that this rank is inside.
 
-    ``is_there``: returns whether the awaited event has already happened; then nothing is raised.
+    ``is_there``: returns whether the awaited event has happened; if so, nothing is raised.
     """
     for operation in here.operations:
         operation.check(is_there)

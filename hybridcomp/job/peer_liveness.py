@@ -1,9 +1,10 @@
 """Find missing ranks, for the error of a rank that waited for their message.
 
 gloo reports "Connection closed by peer" and "Timed out waiting" without a rank, and DeepSpeed's
-launcher reports process ids. Ranks state once where they run (``announce``). When a message fails,
-a rank checks the processes of its own host, which is fast, and asks through the rendezvous store
-which ranks have failed too: a rank that has ended, was stopped or is cut off does not answer.
+launcher reports process ids. Each rank states once where it runs (``announce``). When a message
+fails, a rank checks the processes on its own host, which is fast. For other hosts, it asks through
+the rendezvous store which ranks have failed too: a rank that has ended, was stopped or is cut off
+does not answer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from hybridcomp.job.agreement import ENDING, failure_key, start, tell, waiting
 from hybridcomp.job.processes import Known, Peer
 from hybridcomp.job.statements import absent
 
-#: seconds within which ranks of other hosts must report that they failed as well
+#: seconds within which running ranks on other hosts report that their message failed too
 ROLL_CALL_S = 5.0
-#: seconds within which a rank that closed its connections must be seen to have ended
+#: seconds to wait until a rank that has closed its connections is seen to have ended
 LOOK_S = 5.0
 _CPU = torch.device("cpu")
 #: errors of torch.distributed's backends when a peer is gone or silent
@@ -52,8 +53,8 @@ _hooked = False
 def announce(ranks: Sequence[int] | None = None) -> None:
     """State where this rank runs; a collective through the store, once for each part of the job.
 
-    It holds as long as the default process group, even after a detach. ``ranks``: global ranks of
-    the part of the job that calls this, this one among them; None: all.
+    The result holds as long as the default process group, even after a detach. ``ranks``: global
+    ranks of the part of the job that calls this, with this rank; None: all.
     """
     global _hooked
     job = dist.group.WORLD
@@ -74,9 +75,9 @@ def announce(ranks: Sequence[int] | None = None) -> None:
 def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
     """Return the time limit of a message: the default group's time-out; None without one.
 
-    A group created later gets torch's 30 minutes over gloo, whatever ``init_process_group`` set,
-    and DeepSpeed sends through such groups. ``group``: the group of the message, whose time-out
-    counts where a user set one.
+    A gloo group that is created later, as by DeepSpeed, gets torch's default of 30 minutes,
+    whatever ``init_process_group`` set. So the time-out of ``group``, the message's group, counts
+    only if it differs from torch's default.
     """
     try:
         limit = _waits(dist.distributed_c10d._get_default_group())
@@ -110,7 +111,7 @@ def limit_waits() -> None:
 
 
 def _prepare_last_words() -> None:
-    """Register the peers that a fatal signal's message reports if they are gone."""
+    """Register this host's peers, so that a fatal signal's message can name ended ones."""
     try:
         last_words = importlib.import_module("hybridcomp.job._last_words")
     except ImportError:
@@ -121,9 +122,9 @@ def _prepare_last_words() -> None:
 
 
 def lost(error: BaseException, where: str = "") -> PeerError | None:
-    """Return the error that names missing ranks, if ``error`` is about a message between ranks.
+    """Return an error that names missing ranks, if ``error`` is about a message between ranks.
 
-    ``where``: the message, for example ``dp at step 12``. None for other errors.
+    Returns None for other errors. ``where``: the message, for example ``dp at step 12``.
     """
     if isinstance(error, HybridcompError) or not _is_about_messages(error):
         return None
@@ -141,8 +142,9 @@ def _is_about_messages(error: BaseException) -> bool:
 def _missing(patient: bool) -> list[str]:
     """Return sentences about ranks that failed, ended, were stopped, or do not answer.
 
-    ``patient``: wait for the process to end, since a peer's connection broke. The kernel closes a
-    process's sockets before it shows the process as ended, and so does a rank that raised.
+    ``patient``: a peer's connection broke, so wait up to LOOK_S for a process on this host to end.
+    The kernel closes a process's sockets before it shows the process as ended; a rank that raises
+    an error also closes its connections first.
     """
     if patient and (stated := _stated()):
         return stated
@@ -156,7 +158,7 @@ def _missing(patient: bool) -> list[str]:
 
 
 def _stated() -> list[str]:
-    """Return the failure at which a rank has closed its connections (``together.ending``)."""
+    """Return the failure that a rank reported when it closed its connections (``ending``)."""
     failures: list[str] = []
     if not dist.is_initialized():
         return failures
@@ -173,7 +175,10 @@ def _stated() -> list[str]:
 
 
 def _ends_within(seconds: float, ask: Callable[..., object], *args: object) -> bool:
-    """Ask the store in a thread, as a store on a stopped host never answers."""
+    """Call ``ask`` in a thread, since a store on a stopped host never answers.
+
+    Returns False if the call has not returned after ``seconds``.
+    """
     thread = threading.Thread(target=ask, args=args, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -30,9 +30,9 @@ class Peer:
 class Known:
     """Ranks of the job, or of parts of it, once each has announced its process.
 
-    ``job`` refers to the default process group of these ranks: a process may start
-    torch.distributed again, with other processes. ``parts`` has the global ranks of each part whose
-    ranks have exchanged their places; None: all ranks.
+    ``job`` refers to the default process group of these ranks, since a process may initialize
+    torch.distributed again, with other processes. ``parts`` holds the global ranks of each part of
+    the job whose ranks have announced theirs; None stands for all ranks.
     """
 
     peers: Sequence[Peer] = ()
@@ -66,7 +66,7 @@ STOPPED = "is stopped (SIGSTOP, or a debugger)"
 
 
 def state(peer: Peer) -> str | None:
-    """Return what is wrong with the process of ``peer``; None if nothing is, or if unknown."""
+    """Return what is wrong with the process of ``peer``; None: nothing, or unknown."""
     if peer.space != space():
         return None
     status = stat(peer.pid)

@@ -1,8 +1,8 @@
 """Write a rank's files beside a checkpoint atomically, and check them before use.
 
-A damaged file is an error on every rank, with the rank and the file: a rank that raised alone would
-leave the others waiting in the next collective. The engine is changed only after all files have
-been checked.
+A damaged file raises an error on every rank, which names the file and its rank: if only one rank
+raised, the others would wait for it in the next collective. The engine is changed only after all
+files have been checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 FORMAT = 1
 #: flags that create a new file and follow no link
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-#: flags of zip records that torch writes: sizes behind the data, names in UTF-8
+#: flags of zip records that torch writes: sizes follow the data, names are UTF-8
 _FLAGS = 0x808
 #: attributes of zip records that torch leaves at 0
 _ZEROS = ("external_attr", "internal_attr", "compress_type", "volume")
@@ -53,7 +53,7 @@ def sweep(folder: Path, pattern: str, world_size: int) -> None:
     """Remove unfinished files of ranks from ``world_size`` up, which no rank will write again.
 
     An interrupted save leaves such files; those of lower ranks are overwritten. ``pattern``: the
-    names of the files, with ``*`` for the rank. Raises CheckpointError.
+    file names of the complete files, with ``*`` for the rank. Raises CheckpointError.
     """
     start, _, end = pattern.partition("*")
     for part in folder.glob(f"{pattern}.part"):
@@ -74,7 +74,7 @@ def unwritten(path: Path, error: BaseException) -> CheckpointError:
 
 
 def remove(path: Path) -> None:
-    """Remove ``path``, if it exists, when files that are being written get their names."""
+    """Remove ``path`` if it exists: at the end of ``files_together``, or now outside of it."""
     gone = NewFile(None, path)
     if waiting:
         waiting[0].append(gone)
@@ -83,7 +83,7 @@ def remove(path: Path) -> None:
 
 
 class NewFile:
-    """A complete file ``part`` that is to replace ``path``; None: ``path`` is to be removed."""
+    """A complete file ``part`` that will replace ``path``; if None, ``path`` will be removed."""
 
     def __init__(self, part: Path | None, path: Path) -> None:
         self.part, self.path = part, path
@@ -168,10 +168,10 @@ def _checked(file: Any, name: Path | str) -> object:
 
 
 def _odd_header(archive: zipfile.ZipFile) -> str | None:
-    """Return the first record with a header that torch never writes; None if all are right.
+    """Return the name of the first record with a header that torch never writes, or None.
 
-    Python and torch have separate zip readers. If a header is ambiguous, Python may check bytes
-    that torch does not read: torch leaves the memory of a "folder" uninitialized.
+    Python and torch have separate zip readers. If a header is ambiguous, the bytes that Python
+    checks may not be those that torch reads: torch leaves a "folder" record's memory uninitialized.
     """
     seen: set[str] = set()
     for record in archive.infolist():

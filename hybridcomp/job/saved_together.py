@@ -1,8 +1,8 @@
 """Replace the files of all ranks, or none: if one rank cannot write, all files stay as they were.
 
-Each rank writes its new files beside the old ones (``saved.write``). Once all ranks have done so,
-the new files get their names; the old ones are kept under second names until all ranks have
-renamed.
+Each rank writes its new files next to the old ones (``saved.write``). Once all ranks have written,
+each rank renames its new files to their final names; it keeps the old files under second names
+until all ranks have renamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 @contextlib.contextmanager
 def files_together(what: str) -> Iterator[None]:
-    """Rename the files that the body writes, and delete those it removes, at its end.
+    """At the end of the body, rename the files that it wrote and delete those that it removed.
 
     All ranks enter. An inner context becomes part of the outer one. If any rank fails, raises
     CheckpointError on every rank and leaves all files as they were.
@@ -55,7 +55,7 @@ def _old(path: Path) -> Path:
 
 
 def _has_second_name(path: Path) -> bool:
-    """Give ``path`` a second name, or copy it without hard links; False: it does not exist."""
+    """Give ``path`` a second name by a hard link or a copy; return False if it is missing."""
     _old(path).unlink(missing_ok=True)
     try:
         os.link(path, _old(path))

@@ -1,8 +1,9 @@
 """Small collectives in which ranks agree: sums, extremes and objects, no training traffic.
 
-They are collectives over ``group``, None for the whole job, and block until the result is there,
-except ``start_least``. Inside an operation all ranks send them or none do (``together``). Training
-traffic goes through ``collectives/wire/transport.py``, which counts it.
+All functions are collectives over ``group`` (None: the whole job), except ``cut_off``, and block
+until the result is there, except ``start_least``. Inside an operation (``together``), all ranks or
+none send the message. Training traffic goes through ``collectives/wire/transport.py`` instead,
+which counts it.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ def wait_for_all(group: ProcessGroup | None = None) -> None:
 def cut_off(group: ProcessGroup) -> None:
     """Close this rank's connections in ``group``, so that ranks waiting for it there fail.
 
-    The group is unusable afterwards. Over gloo a receive with a tiny time-out closes all of this
-    rank's connections, which ``abort`` does not; over NCCL ``abort`` does. A receive from a rank
-    that has closed its own fails before that, so it takes one from a rank that has not.
+    The group is unusable afterwards. Over NCCL ``abort`` closes the connections, but not over gloo:
+    there a receive that times out closes all connections of this rank. A receive from a rank that
+    has closed its own connections fails before it times out, so this tries one from every rank.
     """
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     is_gloo = False

@@ -1,8 +1,9 @@
 """Exchange statements of ranks through the rendezvous store with few requests per rank.
 
 If 4,096 ranks each asked for each other's statement, the process that holds the store would get 17
-million requests. Here the last rank to state reads all statements and stores them as one value,
-each distinct text once. So each rank makes seven requests, whatever the number of ranks.
+million requests. Here the rank that sets its statement last reads all statements and stores them
+as one value, in which each distinct text occurs once. So each other rank makes seven requests,
+whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hybridcomp.job.waits import LOOK_S, awaited
 PIECE_NBYTES = 4 << 20
 #: statements that the last rank reads per request
 AT_ONCE = 512
-#: most polls per second of all waiting ranks together, at first
+#: maximum polls per second of all waiting ranks together, at the beginning of a wait
 LOOKS = 6400
 
 
@@ -65,7 +66,7 @@ class StatementRound:
         self.store.set(self._key("told"), str(len(cuts)))
 
     def is_told(self, seconds: float = 0.0) -> bool:
-        """Return whether all have stated, after waiting up to ``seconds``.
+        """Return whether all statements are available, after waiting up to ``seconds``.
 
         With 0 seconds it raises the store's error if the store is gone.
         """
@@ -87,7 +88,7 @@ class StatementRound:
         return bool(self.store.check([self._key(rank)]))
 
     def missing_ranks(self) -> list[int]:
-        """Return the ranks that have not stated; one query for each half with such ranks."""
+        """Return the ranks without a statement; queries halves of the ranks, as ``absent``."""
         return absent(self.store, self.speakers, self._key)
 
     def first_heard(self) -> bool:
@@ -98,7 +99,7 @@ class StatementRound:
         return False
 
     def forget(self) -> None:
-        """Delete this rank's key; the first of the speakers also deletes the common value."""
+        """Delete this rank's key; the first speaker also deletes the value with all statements."""
         self.store.delete_key(self._key(self.rank))
         if self.rank != self.speakers[0]:
             return
@@ -112,9 +113,9 @@ class StatementRound:
 
 
 def absent(store: Any, ranks: Sequence[int], key: Any = str) -> list[int]:
-    """Return the ``ranks`` whose key is not in ``store``; ``key`` makes a rank's key.
+    """Return the ``ranks`` whose key is not in ``store``; ``key`` maps a rank to its key.
 
-    It asks for all keys at once, then for each half in which one is missing.
+    It checks all keys in one request; if one is missing, it checks each half in the same way.
     """
     if not ranks or store.check([key(rank) for rank in ranks]):
         return []

@@ -3,14 +3,15 @@
     with together("loading the state", undo):
         ...
 
-A rank that fails reports it in the job's store. The others find the report wherever they would wait
-for that rank: in ``agreement.tell``, and at a ``gates.gate``, which precedes each collective and
-lets all ranks pass or none. The end of the body is also a gate. So a failure anywhere raises an
-error on all ranks within seconds, which names the rank, and each rank reverts (``undo``) its
-changes. Irreversible steps belong after the body.
+A rank that fails reports its failure in the job's store. Other ranks find the report wherever they
+would wait for that rank: in ``agreement.tell``, and at a ``gates.gate``, which precedes each
+collective and lets all ranks pass or none. The end of the body is also a gate. So every rank raises
+an error that names the failed rank, within seconds, and reverts its own changes (``undo``).
+Irreversible steps belong after the body.
 
 Where a gate before a message would cost too much, the message is sent inside of ``ending``: a rank
-that fails there reports it and closes its connections, which ends the others' waits and the job.
+that fails there reports its failure and closes its connections. This ends the waits of the other
+ranks, and the job.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.job.gates import Operation, Ranks, here
 from hybridcomp.log import complain
 
-#: number of operations so far among the ranks of a part of the job; None: all ranks
+#: by ranks of a part of the job (None: all), number of operations so far
 _numbers: Counter[Ranks | None] = Counter()
-#: most characters of one of our error messages, which may name files, and of any other
+#: maximum characters of hybridcomp's error messages, which may name files, and of other errors'
 OWN_WORDS, OTHERS_WORDS = 4096, 200
-#: errors that every rank meets alike
+#: errors that occur on every rank alike
 _COMMON = (ConfigError, AgreementError, SeamError)
 
 
@@ -61,15 +62,14 @@ def together(
 
     Args:
         what: the operation, for messages.
-        undo: reverts this rank's changes; must not fail. No collective, except with ``votes`` for
-            changes made by all ranks that passed a gate.
+        undo: reverts this rank's changes; must not fail. It must not send collectives, except with
+            ``votes``, to revert changes that all ranks have made after passing a gate.
         ranks: global ranks that enter, this one among them; None: all.
-        error: class of the error on other ranks.
-        votes: gates are sums over the job, faster than the store in a large job; all ranks must
-            then reach the same gates. For operations in the middle of training.
+        error: class of the error that the other ranks raise.
+        votes: whether gates are sums over the job, which in a large job are faster than the store;
+            all ranks must then reach the same gates. For operations in the middle of training.
         group: with ``votes``, the ranks that enter and vote; None: all.
-        alone: this rank waits for no other: it raises its own failure, and other ranks will miss
-            it.
+        alone: whether this rank neither waits for others nor reports a failure to them.
     """
     operation: _Stated | None = None
     if group is not None:
@@ -102,10 +102,11 @@ def together(
 def ending(what: str, error: type[HybridcompError] = PeerError) -> Iterator[None]:
     """Make a failure of this rank in the body end the job: no gate precedes its messages.
 
-    For sums at the end of a step and other messages without a gate. It sends nothing unless there
-    is a failure. A failing rank reports it and closes its connections, which ends the other ranks'
-    waits; in their own ``ending`` bodies they raise an error that names it. An error that all ranks
-    have, or that was reported, passes unchanged; an operation inside the body is separate.
+    For sums at the end of a step and other messages without a gate. It sends nothing unless a rank
+    fails. The failing rank reports its failure and closes its connections. This ends the waits of
+    other ranks, which raise an error that names it in their own ``ending`` bodies. An error that
+    occurs on all ranks, or already names a rank, passes unchanged. An operation inside the body is
+    separate.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -138,7 +139,7 @@ def _is_alone(ranks: Sequence[int] | None) -> bool:
 
 
 def _close_connections(problem: BaseException, is_first: bool) -> None:
-    """End other ranks' waits for this rank, which reports its failure if it failed first."""
+    """Close this rank's connections; report its failure before if it is the first to fail."""
     if is_first:
         for operation in here.operations:
             operation.fail(problem)
@@ -194,7 +195,7 @@ class _Stated(Operation):
             raise self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return once all ranks of ``group`` have arrived; now if it has other ranks too."""
+        """Return once all ranks of ``group`` have arrived; at once if not all are inside."""
         ranks = self.ranks if group is None else dist.get_process_group_ranks(group)
         if ranks is None or self.takes_in(ranks):
             agreement.tell({}, what=self.what, ranks=ranks)
@@ -220,13 +221,13 @@ class _Stated(Operation):
 
 
 class _Ending(_Stated):
-    """Implement ``ending``: no gates, and one name, as the first failure ends the job."""
+    """Implement ``ending``: it has no gates, and a fixed name, as one failure ends the job."""
 
     def __init__(self, what: str, error: type[HybridcompError]) -> None:
         super().__init__(what, None, error, agreement.ENDING)
 
     def takes_in(self, ranks: Sequence[int]) -> bool:
-        """Return False: statements inside belong to the operation around it, or to none."""
+        """Return False: statements in the body belong to the outer operation, or to none."""
         return False
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
@@ -256,7 +257,7 @@ class _Voting(_Stated):
         self.gate()
 
     def fail(self, problem: BaseException) -> None:
-        """Report the failure to the others, at the next gate that they reach."""
+        """Report the failure; the others learn of it at the next gate, by this rank's vote."""
         if not self._is_over:
             super().fail(problem)
             with contextlib.suppress(RuntimeError, dist.DistError):  # a rank has ended

@@ -9,7 +9,7 @@ from typing import TypeVar
 from hybridcomp.job.gates import check_failed
 
 T = TypeVar("T")
-#: seconds after which a wait is reported, and again each time it has lasted REPEAT times as long
+#: seconds after which a wait is first reported; each next report comes after REPEAT times as long
 NOTICE_S, REPEAT = 10.0, 3
 #: seconds between two polls: at first, and at most
 LOOK_S, SELDOM_S = 0.01, 0.2
@@ -20,7 +20,7 @@ def unsaid(*_: object, **__: object) -> None:
 
 
 class Notices:
-    """The times at which the user is notified of one wait, which begins now."""
+    """The times at which to notify the user of a wait, which begins with this object."""
 
     def __init__(self) -> None:
         self._began, self._next = time.monotonic(), NOTICE_S
@@ -45,8 +45,8 @@ def awaited(
 ) -> T | None:
     """Poll ``look`` and return its first result that is not None; None after ``seconds``.
 
-    Raises if another rank fails in the surrounding operation. It polls instead of using the wait of
-    a torch.distributed store, which prints a line at each time-out.
+    Raises if another rank fails in the surrounding operation. It polls, since ``wait`` of a
+    torch.distributed store prints a line at each time-out.
 
     Args:
         look: returns the awaited value, or None.

@@ -1,10 +1,10 @@
 """Kernels: one portable header per codec, and the loader of the compiled kernels around it.
 
-``formats/<codec>.h`` encodes and decodes blocks, on a host and on a device. ``cpu/*.cpp`` loop over
-it and are built at install into ``hybridcomp.kernels._cpu``, with a module of functions for each
-codec; ``cuda/*.cu`` spread it over a grid and are compiled at first use, and ``cuda/<codec>.py``
-launches them. There is no list of codecs: each has a :class:`KernelSet`, typed by the arguments of
-its functions, and asks it for the functions of its tensors' device.
+``formats/<codec>.h`` encodes and decodes a block, on a host or a device. ``cpu/*.cpp`` loop over
+the blocks and are built at install into ``hybridcomp.kernels._cpu``, with a module of functions for
+each codec. ``cuda/*.cu`` spread the blocks over a grid and are compiled at first use;
+``cuda/<codec>.py`` launches them. There is no list of codecs: each codec has a :class:`KernelSet`,
+typed by the arguments of its functions, which returns the functions for a tensor's device.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hybridcomp.errors import CodecError, ConfigError
 #: dtype codes of the kernels (kernels/cpu/cpu.h, Dtype)
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-#: must equal VERSION in ``cpu.cpp``; both are increased with every change of a function or a
-#: format, so that an outdated extension is detected. A new codec is detected by its missing
-#: functions
+#: must equal VERSION in ``cpu.cpp``. Increase both numbers with every change of a function or a
+#: format, so that an outdated extension is detected; a new codec needs no increase, as an outdated
+#: extension lacks its functions
 VERSION = 5
 #: advice to a user whose extension is missing or old
 BUILD = "`pip install .`, or with `pip install --no-build-isolation -e .` in a checkout"
 
 
 class FixedKernels(Protocol):
-    """Kernels of a codec of fixed size with one setting, on every back end.
+    """Kernels of a codec with fixed payload size and one setting, on every back end.
 
-    Addresses come from ``Tensor.data_ptr``, dtypes are DTYPE_CODES. Functions of all codecs raise
+    Addresses are ``Tensor.data_ptr()``, dtypes are DTYPE_CODES. Functions of all codecs raise
     ValueError when a buffer is too short or an argument is out of range.
     """
 
@@ -67,24 +67,25 @@ class FixedKernels(Protocol):
 
 
 class VariableKernels(Protocol):
-    """Kernels of a codec of variable size, on every back end; the codec's settings come first.
+    """Kernels of a codec with variable payload size, on every back end.
 
-    Then addresses and dtypes as of ``FixedKernels``.
+    Arguments: first the codec's settings, then addresses and dtypes as in ``FixedKernels``.
     """
 
     def encode(self, *args: float) -> int:
         """Write a payload of at most ``nbytes``, the worst case; return the bytes used.
 
-        Args after the settings: dtype, values, numel, out, nbytes, threads, and, on back ends that
-        store sizes, the address of an int64: they store the bytes there, do not wait, and return 0.
+        Args after the settings: dtype, values, numel, out, nbytes, threads. A back end with
+        ``stores_sizes`` also takes the address of an int64: it stores the bytes used there, does
+        not wait, and returns 0.
         """
 
     def decode(self, *args: float) -> None:
-        """Read values.
+        """Read ``numel`` values into ``out``, or ``add`` them to fp32 values there.
 
-        Args after the settings: dtype, payload, nbytes, out, numel, add, threads. The dtype of a
-        lossless codec is the encoded one, also when ``add`` accumulates into fp32, else that of
-        ``out``.
+        Args after the settings: dtype, payload, nbytes, out, numel, add, threads. For a lossless
+        codec, dtype is always the encoded dtype, even if ``add`` accumulates into fp32; for other
+        codecs it is the dtype of ``out``.
         """
 
 
@@ -100,7 +101,7 @@ class Kernels(Protocol):
 
 
 class DeviceKernels(Kernels, Protocol):
-    """Back end whose decoders report a damaged payload later, as they do not wait."""
+    """Back end whose decoders do not wait, and so report a damaged payload later."""
 
     def check(self) -> None:
         """Raise CodecError if a payload was damaged since the last check; waits for the device."""
@@ -115,8 +116,8 @@ Functions_co = TypeVar("Functions_co", covariant=True)
 class KernelSet(Generic[Functions_co]):
     """Functions of one codec, on the back end of a tensor's device.
 
-    The type parameter is a Protocol with their arguments: ``KernelSet[FixedKernels]("zfp")`` has
-    those of ``cpu/bind_zfp.cpp`` and of ``cuda/zfp.py``.
+    The type parameter is a Protocol of the functions: ``KernelSet[FixedKernels]("zfp")`` has the
+    functions of ``cpu/bind_zfp.cpp`` and of ``cuda/zfp.py``.
     """
 
     def __init__(self, codec: str) -> None:
@@ -170,7 +171,7 @@ def _cpu_kernels() -> CpuKernels:
 
 
 def on_host(functions: str) -> Any:
-    """Return ``functions`` of the extension, which work on the host, for messages of any device.
+    """Return the extension's ``functions``, which run on the host, for messages of any device.
 
     Raises CodecError if the extension is missing or outdated.
     """
@@ -193,7 +194,7 @@ def _cuda_kernels(index: int) -> Kernels:
 def check_payloads() -> None:
     """Raise CodecError if a GPU met a damaged payload since the last check; waits for the GPUs.
 
-    Decoders on a CPU raise at once; on a GPU that would make every message wait for the host.
+    Decoders on a CPU raise at once; on a GPU every message would have to wait for that.
     """
     for kernels in _on_cuda.values():
         kernels.check()
@@ -217,7 +218,7 @@ def require_kernels(device: torch.device) -> None:
 
 
 def poll_payloads() -> None:
-    """Raise CodecError for a damaged payload that a GPU saw at the previous call; does not wait."""
+    """Raise CodecError if, by the previous call, a GPU met a damaged payload; does not wait."""
     for kernels in _on_cuda.values():
         kernels.poll()
 

@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
-#: files of a checkout outside the package; patches/ and configs/ are inside as well
+#: files of a checkout that lie outside the package
 BESIDE = (
     "CHANGELOG.md", "CONTRIBUTING.md", "configs", "docs", "scripts", "tests", ".ci", ".github",
 )  # fmt: skip
@@ -31,7 +31,7 @@ FOLDERS = {"hybridcomp.kernels._cpu": "cpu", "hybridcomp.kernels._launch": "cuda
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
-    # gives the same bytes with and without fused multiply-add
+    # no fused multiply-add, so that every CPU gives the same bytes
     "-ffp-contract=off",
     # lets comparisons become vector selects; changes no value
     "-fno-trapping-math",
@@ -83,7 +83,7 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
                 extension.sources, extension.depends = found(extension.name)
 
     def build_extensions(self) -> None:
-        """Build every extension, with OpenMP if the compiler has it without another package."""
+        """Build every extension, with OpenMP if the compiler supports it as installed."""
         self.build_temp = str(objects(self.compiler.compiler_so))
         _tell(self.announcement())
         openmp = [] if sys.platform == "darwin" else ["-fopenmp"]

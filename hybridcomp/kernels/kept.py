@@ -1,4 +1,4 @@
-"""Residuals of error feedback as GPU kernels take them: fp32, or of fewer bits."""
+"""Residuals of error feedback as arguments of GPU kernels: fp32, or quantized to fewer bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class FewBits(Protocol):
-    """Interface of a few-bit residual for kernels; it begins and ends at block borders."""
+    """A quantized residual, as kernels take it; it begins and ends at borders of blocks."""
 
     @property
     def bits(self) -> int:
@@ -18,7 +18,7 @@ class FewBits(Protocol):
         """Return the addresses of the levels and of the steps."""
 
 
-#: a residual, fp32 or of fewer bits
+#: a residual: fp32, or quantized to fewer bits
 Kept: TypeAlias = Tensor | FewBits
 
 
@@ -28,7 +28,7 @@ def bits_of(residual: Kept | None) -> int:
 
 
 def words_of(residual: Kept | None, bits: int) -> tuple[int, ...]:
-    """Return a kernel's arguments for ``residual``; ``bits``: those its image was compiled for."""
+    """Return a kernel's arguments for ``residual``; the kernel was compiled for ``bits`` bits."""
     if residual is None:
         return (0,) if bits == 32 else (0, 0)
     assert bits_of(residual) == bits, "kernels take residuals of one kind"

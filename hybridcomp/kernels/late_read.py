@@ -28,8 +28,8 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
 class LateRead:
     """Copy one tensor at a time to the host, asynchronously.
 
-    The copy is enqueued on the current stream of the tensor's device, so it holds the values
-    written there before.
+    The copy is enqueued on the current stream of the tensor's device, so it has the values that
+    earlier work on this stream has written.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Pieces of a message, each with its payload, for kernels that launch once for all of them."""
+"""Pieces of a message, each with its payload, for kernels that take all pieces in one launch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class PayloadPiece(NamedTuple):
     """Tensor with its own payload, given by addresses.
 
     Attributes:
-        values, numel: address and number of the values to encode, or to write when decoding.
+        values, numel: address and number of the values that are encoded, or written by a decoder.
         payload: address of the payload.
-        size: for an encoder the address of an int64 that receives the bytes used, for a decoder the
+        size: for an encoder, address of an int64 that receives the bytes used; for a decoder, the
             bytes of the payload.
-        reference: address of the values from which stepcode takes steps.
+        reference: address of the reference values, from which stepcode counts steps.
     """
 
     values: int
@@ -25,7 +25,7 @@ class PayloadPiece(NamedTuple):
 
 
 class PieceFunctions(Protocol):
-    """Kernels of one codec of variable size for any number of pieces; its settings come first.
+    """Kernels of a codec of variable size for any number of pieces; settings are the first args.
 
     The number of launches does not depend on the number of pieces. Empty pieces are skipped.
     """
@@ -33,8 +33,8 @@ class PieceFunctions(Protocol):
     def on_values(self, kernel: str, pieces: Sequence[PayloadPiece]) -> None:
         """Run a kernel on the fp32 values of each piece.
 
-        ``add_<dtype>``: add the values at ``payload``. ``settle``: subtract the fp32 values there;
-        non-finite results become 0. ``fill``: write the float whose bits are ``size``.
+        ``add_<dtype>``: add the values at ``payload``. ``settle``: subtract the fp32 values at
+        ``payload``; non-finite results become 0. ``fill``: write the float with the bits ``size``.
         """
 
     def encode_pieces(self, *settings_and_dtype: Any, pieces: Sequence[PayloadPiece]) -> None:

@@ -1,4 +1,4 @@
-"""Tables of tensor slices, with positions known from a plan, for GPU kernels to read."""
+"""Tables of tensor slices at positions that a plan has fixed, for GPU kernels to read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NEAR, ROW_WORDS = 96, 5
 
 
 def read_lengths(lengths: Sequence[int], row: int, out: Offsets) -> tuple[int, int, int]:
-    """Write ``row`` times each of ``lengths`` to ``out``; return sum, smallest and largest.
+    """Write ``row`` times each of ``lengths`` to ``out``; return sum, minimum and maximum.
 
-    Raises TypeError for a non-integer, ValueError for empty ``lengths`` or a different length of
-    ``out``.
+    The returned numbers are those of the written products. Raises TypeError for a non-integer,
+    ValueError if ``lengths`` is empty or ``out`` has another length.
     """
     found: tuple[int, int, int] = on_host("lengths").read(lengths, row, out)
     return found
@@ -35,10 +35,10 @@ class PlannedStretch(NamedTuple):
     """Slice of a tensor with its own payload, by positions.
 
     Attributes:
-        values: first element in the tensor to encode, or that this rank adds.
+        values: index of the first element in the tensor that is encoded, or that this rank adds.
         numel: number of elements.
-        payload: first byte in the buffer of the payloads.
-        out: first element in the tensor that is decoded or summed into.
+        payload: index of the first byte in the buffer of payloads.
+        out: index of the first element in the tensor that receives decoded values or sums.
     """
 
     values: int
@@ -48,15 +48,15 @@ class PlannedStretch(NamedTuple):
 
 
 class StretchTable:
-    """Slices for all messages that are cut in the same way, without empty ones.
+    """Non-empty slices for all messages that are cut in the same way.
 
     Positions are relative to tensors, so one table serves all such messages. Device copies of the
     rows, one per stream, live as long as the table.
 
     Args:
         stretches: columns of ``PlannedStretch``, int64; payloads begin at multiples of 16.
-        step: rows begin at multiples of this many tiles: a thread block's tiles, if a block handles
-            a single row.
+        step: rows begin at multiples of this many tiles: the number of tiles of a thread block, for
+            kernels whose thread blocks handle a single row each.
     """
 
     def __init__(

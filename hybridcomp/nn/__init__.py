@@ -1,7 +1,7 @@
-"""Layers and operations that shard a model in ways that no upstream has, with their messages.
+"""Layers and operations that shard a model in ways that no upstream offers.
 
-``patches`` takes over the messages that upstream sends. The layers of this package send their own
-messages through the channels, or natively if the process has no block.
+While ``patches`` takes over the messages that upstream sends, the layers of this package send their
+own messages: through the channels, or natively if the process has no block.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NAMES = {
     "unshard": "hybridcomp.nn.context.layout",
 }
 
-#: modules with a row in the support matrix: each has COVERS, a first sentence, and REQUIREMENT if
-#: it needs more than torch
+#: modules with a row in the support matrix, made from the module's COVERS, its docstring's first
+#: sentence, and REQUIREMENT, if the module needs more than torch
 _ROWS = ("context.attention", "huggingface", "slices", "tables", "tp2d")
 
 __all__ = [

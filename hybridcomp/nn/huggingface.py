@@ -8,8 +8,8 @@ one, transformers silently drops the padding mask. ``shard_batch`` shards a batc
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=name)
     loss = model(**shard_batch(batch, group)).loss
 
-Every rank computes the loss of its own tokens. The mean over ranks is the loss of the batch if all
-ranks have equally many labels, or if ``num_items_in_batch`` from ``shard_batch`` is used.
+Every rank computes the loss of its own tokens. The mean of these losses is the loss of the batch if
+all ranks have equally many labels, or if ``num_items_in_batch`` from ``shard_batch`` is used.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ IGNORED = -100
 
 
 def register(group: dist.ProcessGroup | None = None, name: str = "hybridcomp_ring") -> str:
-    """Register attention over ``group`` with transformers; returns its name there.
+    """Register attention over ``group`` with transformers; return ``name``.
 
-    ``group``: the ranks that share a sequence; None: all of them. Each group needs a name of its
-    own. Raises ImportError without transformers 4.53 or newer.
+    ``group``: the ranks over which a sequence is sharded; None: all ranks. Each group needs a
+    unique name. Raises ImportError without transformers 4.53 or newer.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -81,14 +81,14 @@ def shard_batch(
     """Return the part of a batch that this rank computes; every rank has the whole batch.
 
     Adds ``position_ids``, and next to ``labels`` the ``shift_labels``, which transformers cannot
-    compute from a part whose next token lies on another rank. Drops a mask of nothing but ones.
+    compute from a part whose next token lies on another rank. Drops a mask that is all ones.
 
     Args:
-        batch: tensors (B, S) such as ``input_ids``, ``attention_mask``, ``labels``; ``documents``
-            (document numbers of packed sequences, -1 for padding) stays whole; if it is missing it
-            is derived from restarting ``position_ids``, as transformers does without a mask. S is
-            a multiple of twice the ranks.
-        group: the ranks that share it; None: all.
+        batch: tensors (B, S) such as ``input_ids``, ``attention_mask``, ``labels``; S must be a
+            multiple of twice the number of ranks. ``documents`` (document numbers of packed
+            sequences, -1 for padding) stays whole; if missing, it is derived from ``position_ids``
+            that restart, as transformers does without a mask.
+        group: the ranks over which the batch is sharded; None: all ranks.
 
     Raises ValueError on a length that cannot be sharded, and on tensors of other shapes.
     """
@@ -117,7 +117,7 @@ def shard_batch(
 def _packed(positions: Tensor) -> dict[str, Tensor]:
     """Return the ``documents`` implied by positions (B, S) of packed sequences; {} if unpacked.
 
-    It needs whole sequences: the positions of one rank's part jump at every chunk.
+    The positions must be those of whole sequences: in one rank's part they jump at every chunk.
     """
     begins = F.pad(positions.diff(dim=1) != 1, (1, 0))
     return {"documents": begins.cumsum(1).to(torch.int32)} if bool(begins.any()) else {}
@@ -131,7 +131,7 @@ def _check(module: Any, dropout: float, more: Mapping[str, Any]) -> None:
         "softcap": more.get("softcap"),
         "position_bias": more.get("position_bias"),
         "s_aux": more.get("s_aux"),
-        # packed sequences: only documents can describe whole sequences
+        # packed sequences: use ``documents``, since a rank's arguments describe only its part
         "cu_seq_lens_q": more.get("cu_seq_lens_q"),
     }
     for name, value in asked.items():

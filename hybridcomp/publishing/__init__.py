@@ -1,4 +1,4 @@
-"""Publishing weights: exact deltas, version by version, from a training job to inference engines.
+"""Publish weights from a training job to inference engines: exact deltas, version by version.
 
 1. An engine's adapter (``patches/``) says which stretches of which parameters this rank holds
    (``EngineWeights``).

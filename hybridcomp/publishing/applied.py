@@ -11,19 +11,19 @@ from hybridcomp.publishing.records import Manifest
 
 @dataclass(frozen=True)
 class AppliedVersion:
-    """Versions that ``WeightReceiver.update`` has applied since its last result.
+    """Result of ``WeightReceiver.update``: the versions applied since its last result.
 
-    It includes versions that an update applied before it raised an error.
+    They include versions that an update applied before it raised an error.
 
     Attributes:
         version: the version that the mirror holds now.
-        names: parameters of which a value changed, in order.
+        names: parameters with at least one changed value, in order.
         versions: how many versions were applied.
         full: whether one of them was a full version.
         changed: number of changed values; a value that changed twice counts twice.
         check_s, apply_s, seconds: seconds of checking and decoding, of writing the mirror, and of
             the whole call.
-        since: the version of the last result; 0: this is the first.
+        since: ``version`` of the last result; 0: this is the first result.
     """
 
     version: int
@@ -39,11 +39,11 @@ class AppliedVersion:
 
 @dataclass
 class AppliedChanges:
-    """Changes of the mirror after version ``since``, and the seconds that they took.
+    """Changes of the mirror after version ``since``, and the seconds of applying these changes.
 
     Attributes:
-        is_told: whether an update has returned them.
-        is_new: whether a first version is among them, so that all values of the mirror are new.
+        is_told: whether an update has returned these changes.
+        is_new: whether a first version is included, so that all values of the mirror are new.
     """
 
     since: int = 0

@@ -1,13 +1,14 @@
 """Write versions to a folder in the background: each rank's thread copies, encodes and writes.
 
-1. ``publish(wait=False)``, on the caller's thread: the ranks agree, and the thread begins.
+1. ``publish(wait=False)``, on the caller's thread: the ranks agree on the version, and each starts
+   its thread.
 2. The thread copies the weights; the next optimizer step, which changes them, waits for the copy.
    Then the thread encodes and writes this rank's part.
 3. The thread of rank 0 waits until the parts of all ranks are in the folder, and writes the
-   manifest: the version is readable.
+   manifest, which makes the version readable.
 4. The next ``publish`` completes the version, or raises one rank's failure on all ranks.
 
-Threads send nothing to other ranks: all messages are sent from the caller's thread, in 1 and 4. The
+These threads send nothing to other ranks: the caller's thread sends all messages, in 1 and 4. The
 interpreter waits for the thread when it exits. A killed job leaves parts that no manifest names:
 receivers keep the previous version, and the next job removes the parts.
 """
@@ -37,7 +38,7 @@ from hybridcomp.publishing.waited import MakesManifest, VersionStart, commit
 LIMIT_S = 600.0
 #: seconds that rank 0 still waits for other ranks' parts after its script has ended
 EXIT_S = 30.0
-#: shortest and longest pause between two polls for them, in seconds
+#: shortest and longest pause between two polls for other ranks' parts, in seconds
 LOOK_S, LOOKS_S = 0.005, 0.25
 
 
@@ -61,11 +62,11 @@ class BesideVersion:
         """Start the thread.
 
         Args:
-            begin: start of the version; ``limit_s``: seconds that it may take.
+            begin: start of the version; ``limit_s``: seconds that writing the version may take.
             encoder: encoder with a snapshot in progress.
-            folder: where the version goes.
+            folder: folder to which the version is written.
             make: makes the manifest.
-            clean: called on rank 0 with version and full, once it is readable.
+            clean: called on rank 0 with ``version`` and ``full``, once the version is readable.
             problem: an error that this rank already has, or None.
         """
         self._of, self._encoder, self._folder = begin, encoder, folder
@@ -200,8 +201,8 @@ class BesideVersion:
     def settle(self) -> tuple[Manifest, list[dict[str, Any]]]:
         """Wait until the version is readable; a collective over the job's ranks.
 
-        Returns its manifest and each rank's statement on its part. Raises PublishError on every
-        rank if the version is not readable.
+        Returns the version's manifest, and each rank's statement on that rank's part. Raises
+        PublishError on every rank if the version is not readable.
         """
         if not self._written.is_set():
             say(f"publish: waits for version {self.version}, which is being written", anywhere=True)
@@ -247,7 +248,7 @@ class BesideVersion:
                 saved.attempt(self._folder.abandon)
             check_all(bad, self._of.ranks, f"version {self.version}")
             raise AssertionError("one of the ranks has a problem")
-        # all parts were written, so all references are this version's
+        # all parts were written, so the references of all ranks are this version's values
         found = read_manifest(ends[0]["manifest"].encode(), "the version beside the training")
         if self._of.rank == 0:
             there = f"publish: version {found.version} is there, in spite of an error"
@@ -257,8 +258,8 @@ class BesideVersion:
     def close(self) -> None:
         """Wait until this rank's work is done, and report its failure. No collective.
 
-        Files of a failed version are removed by the next job: rank 0 may still have to see why a
-        part is missing.
+        Files of a failed version stay for the next job to remove: rank 0 may still have to read
+        from them why a part is missing.
         """
         is_there = self._ended.wait(self._left())
         problem = self._problem or self._unwritten if is_there else self._late("written")

@@ -1,12 +1,12 @@
-"""Choose between encoded steps and raw values, where the sender itself can measure the link.
+"""Choose between encoded and raw versions, if the sender itself can measure the link.
 
 A version is encoded, sent and decoded, one after the other:
 
     coded = encode + decode + its bytes / link raw = all bytes of changed pieces / link
 
-Bytes, seconds of the codec and the link are measured with every version. On a stream and over a
-group the time of writing is the time of the link; a folder is written at the speed of a disk, which
-says nothing about the link to the receivers: there changes are always coded.
+Bytes, codec seconds and link speed are measured with every version. On a stream or a group, writing
+takes as long as the link does. A folder is written at the speed of its disk, which says nothing
+about the link to the receivers, so a folder's changes are always coded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 AUTO, STEPCODE, RAW_VALUES = "auto", "stepcode", "raw"
 CHOICES = (AUTO, STEPCODE, RAW_VALUES)
-#: consecutive versions that must favour the other way before it is chosen
+#: consecutive versions whose estimates must favour the other choice before it is made
 PATIENCE = 3
-#: raw versions in a row after which one is encoded again, to measure how well that works by now
+#: raw versions in a row after which one is encoded again, to measure encoding anew
 AGAIN = 50
 #: versions with fewer bytes do not measure the link
 LEAST_NBYTES = 1 << 20
@@ -32,7 +32,7 @@ class ReceiverTimes:
     Attributes:
         apply_s: seconds of writing the mirror.
         decode_s: seconds of decoding.
-        late_s: seconds from the sender's last byte until it had received everything.
+        late_s: seconds from the sender's last byte until the receiver had received everything.
     """
 
     apply_s: float
@@ -51,13 +51,13 @@ class CodecEstimate:
 
 @dataclass
 class PublishedCodec:
-    """The codec of the next version; equal on all ranks, which decide from the same figures.
+    """The codec of the next version; all ranks choose the same one, from the same figures.
 
     Attributes:
         setting: one of CHOICES.
         feels_link: whether writing to the destination takes as long as the link does.
         is_raw: whether the next version is sent unencoded.
-        estimate: the estimate behind that decision; None before there is one.
+        estimate: the estimate from which ``is_raw`` was decided; None before the first estimate.
     """
 
     setting: str
@@ -67,7 +67,7 @@ class PublishedCodec:
     _rate: float | None = None  # bytes per second of the link
     _share: float = 1.0  # encoded bytes per raw byte
     _coding: float | None = None  # seconds of encoding and decoding per raw byte
-    _copying: float = 0.0  # the same for a raw version
+    _copying: float = 0.0  # codec seconds per raw byte of a version sent raw
     _against: int = 0
     _since: int = 0
     _told: bool = False  # value of is_raw that the log last reported
@@ -76,7 +76,7 @@ class PublishedCodec:
         self.is_raw = self.setting == RAW_VALUES
 
     def beginning(self) -> str:
-        """Return the log's text at the start, beside the state of the chain."""
+        """Return what the log adds, at the start, to the state of the chain; may be empty."""
         if self.setting != AUTO or self.feels_link:
             return ""
         return (
@@ -87,13 +87,13 @@ class PublishedCodec:
     def note(
         self, said: Sequence[Mapping[str, Any]], receivers: ReceiverTimes | None, full: bool = False
     ) -> str | None:
-        """Record a version's times, and choose for the next one.
+        """Record a version's times, and choose the codec of the next version.
 
         ``said``: ``raw_nbytes``, ``nbytes``, ``codec_s`` and ``link_s`` of each rank's part. The
-        parts of a stream are sent one after the other, so bytes and coding seconds add up. The
-        link's speed is measured on the first rank, which writes, in the last version with enough
-        bytes. If no receiver answers, decoding is assumed to take as long as encoding. A ``full``
-        version, encoded without a reference, only measures the link.
+        parts of a stream are sent one after the other, so bytes and codec seconds are summed over
+        ranks. The link's speed is that of the first rank, which writes, in the last version with
+        enough bytes. If no receiver answers, decoding is assumed to take as long as encoding. A
+        ``full`` version, encoded without a reference, only measures the link.
 
         Returns a sentence if the choice changes.
         """

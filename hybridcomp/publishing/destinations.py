@@ -1,4 +1,4 @@
-"""Write versions: the interface of destinations, and a folder that object stores can sync.
+"""Define the interface of destinations of versions, and a folder that object stores can sync.
 
 Files in a folder are immutable: each is written under a temporary name, synced to disk, and
 renamed. Parts are in ``parts/``; the manifest comes last, once all ranks' parts are there, and no
@@ -27,12 +27,12 @@ from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifes
 
 PARTS = "parts"
 _MANIFEST = re.compile(r"v(\d{10})\.json")
-#: name pattern of files with which receivers request a full version
+#: name pattern of the files by which receivers request a full version
 ASKS = "ask_full.*.json"
 TO = "publish.to"
 #: suffix of a file that says why a part is missing
 FAILED = ".failed"
-#: seconds after which the claim of a version's name must come from a killed job
+#: age in seconds beyond which the claim of a version's name is taken to be a killed job's
 CLAIM_S = 60.0
 
 
@@ -56,9 +56,9 @@ class Destination(ABC):
         """Return whether a receiver needs a full version; called on rank 0 before each version."""
 
     def reached(self) -> Manifest | None:
-        """Return the newest readable version, on rank 0, if this object has written it.
+        """Return the newest readable version, on rank 0; None unless this object has written it.
 
-        None otherwise. It may be a version for which ``commit`` raised an error.
+        This may be a version for which ``commit`` raised an error.
         """
         return None
 
@@ -68,7 +68,7 @@ class Destination(ABC):
 
     @abstractmethod
     def finish(self, problem: str | None) -> str:
-        """End this rank's part, also after an error; return its file's name."""
+        """End this rank's part, also after a ``problem``; return the name of the part's file."""
 
     @abstractmethod
     def commit(self, manifest: Manifest) -> None:
@@ -114,9 +114,9 @@ def manifests_in(folder: Path) -> dict[int, Path]:
 
 
 def read_manifest_file(path: Path, version: int) -> Manifest:
-    """Read the manifest at ``path``, which must be of ``version``.
+    """Read the manifest at ``path``, which must be that of ``version``.
 
-    Raises PublishError, DamagedVersion, and FileNotFoundError if it is gone.
+    Raises PublishError, DamagedVersion, and FileNotFoundError if the file is gone.
     """
     try:
         with open_file(path) as file:
@@ -159,7 +159,7 @@ class Folder(Destination):
         publishes there, or raises.
         """
         self.path, self._claim = path, claim
-        # parts of an interrupted run have other tokens, and so do those of a failed version
+        # parts of an interrupted run or of a failed version have other tokens
         self._tokens = [secrets.token_hex(4)]
         self._file: BinaryIO | None = None
         self._version = 0
@@ -242,7 +242,7 @@ class Folder(Destination):
                 except OSError as error:
                     if not _is_at(self._part, own):
                         if isinstance(error, FileNotFoundError):
-                            self._check_alone(self._version)  # another job has removed it
+                            self._check_alone(self._version)  # another job has removed the part
                         raise
                 sync_folder(self._part.parent)
         return self._part.name
@@ -277,9 +277,9 @@ class Folder(Destination):
             )
 
     def _answer(self) -> None:
-        """Remove the requests for a full version that existed before this one was made.
+        """Remove the requests for a full version that existed before this version was begun.
 
-        Later requests may be caused by this version, and are answered by the next one.
+        Later requests may be caused by this version; the next version answers them.
         """
         ask = self.path / ASKS
         try:  # the version is readable: an error here would withdraw its parts
@@ -296,7 +296,7 @@ class Folder(Destination):
             self._part.with_name(f"{self._part.name}{FAILED}").write_text(problem)
 
     def abandon(self) -> None:
-        """Remove this rank's part, and what exists of a manifest.
+        """Remove this rank's part, and the manifest if its writing was begun and not completed.
 
         A part that a readable manifest names stays, whatever error occurred.
         """
@@ -306,7 +306,7 @@ class Folder(Destination):
     def put_aside(self) -> None:
         """End this rank's part of a failed version; the next part gets another name.
 
-        So a part that could not be removed is not mistaken for that of the next attempt.
+        So a part that could not be removed is not mistaken for the part of the next attempt.
         """
         with contextlib.suppress(PublishError, OSError):
             self.finish("abandoned")
@@ -350,7 +350,7 @@ def _open_new(path: Path) -> BinaryIO:
     path.unlink(missing_ok=True)
     try:
         number = os.open(path, NEW_FILE, 0o666)
-    except FileExistsError:  # this object's earlier call created it, but the answer was lost
+    except FileExistsError:  # an earlier call of this object created it; its answer was lost
         path.unlink()
         number = os.open(path, NEW_FILE, 0o666)
     return os.fdopen(number, "wb")
@@ -359,8 +359,8 @@ def _open_new(path: Path) -> BinaryIO:
 def _is_at(path: Path, own: os.stat_result) -> bool:
     """Return whether ``path`` is the file ``own``, for calls that took effect despite an error.
 
-    If the answer to a link or rename is lost, a network file system repeats the request and finds
-    the first one's result.
+    If the answer to a link or rename is lost, a network file system repeats the request, which then
+    fails because the first request has succeeded.
     """
     with contextlib.suppress(OSError):
         return own.st_ino != 0 and os.path.samestat(path.stat(), own)

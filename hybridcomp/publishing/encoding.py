@@ -32,7 +32,7 @@ from hybridcomp.publishing.weights import DividedWeights
 
 #: most values that are encoded at once
 BUCKET = 1 << 23
-#: pieces of fewer values are sent raw: a model of their steps would be larger
+#: pieces of fewer values are sent raw: the codec's model of the steps would be larger
 LEAST = 512
 CODEC = StepCode()
 
@@ -46,7 +46,7 @@ class Sink(Protocol):
 
 @dataclass
 class PartSummary:
-    """Seconds and bytes of writing a part, and its digest."""
+    """Seconds and bytes of writing a part, and the part's digest."""
 
     nbytes: int = 0
     changed: int = 0
@@ -60,10 +60,10 @@ class PartSummary:
 
 
 class PartEncoder:
-    """This rank's part of every version, and the 16-bit copies that it keeps on the host.
+    """Encode this rank's part of every version, from 16-bit copies of its weights on the host.
 
-    One copy is the reference of the next version. A second one is made for versions written beside
-    the training, and reused for later ones.
+    One copy is the reference of the next version. The first version that is written in the
+    background adds a second copy, the snapshot, which later such versions reuse.
 
     Attributes:
         shards: the shards that this rank publishes.
@@ -78,12 +78,12 @@ class PartEncoder:
         self._room = torch.empty(0, dtype=torch.uint8)
         self._event: torch.cuda.Event | None = None  # recorded after the copies from a device
         self._maker: threading.Thread | None = None  # makes room for the first snapshot
-        self._is_due = False  # whether that snapshot begins, or never comes
+        self._is_due = False  # whether to stop making room: the snapshot begins or is not needed
 
     def make_room(self) -> None:
         """Start a thread that allocates the first snapshot; ``begin_snapshot`` waits for it."""
         if self._maker is None and not self._is_due:
-            # an error, as of memory, will be that of the snapshot
+            # an error, such as missing memory, is raised when the snapshot meets it again
             work, name = partial(saved.attempt, self._make_room), "hybridcomp memory for versions"
             self._maker = threading.Thread(target=work, name=name, daemon=True)
             self._maker.start()
@@ -117,7 +117,7 @@ class PartEncoder:
 
     @torch.no_grad()
     def end_snapshot(self) -> None:
-        """Copy the rest; raise PublishError if weights on the host have changed meanwhile."""
+        """Copy the weights on the host; raise PublishError if any has changed meanwhile."""
         if self._event is not None:
             self._event.synchronize()
         for shard in self.shards:
@@ -129,7 +129,7 @@ class PartEncoder:
     def write(
         self, sink: Sink, head: dict[str, object], rank: int, full: bool, beside: bool = False
     ) -> PartSummary:
-        """Write this rank's part of the version that ``head`` names; its values become the
+        """Write this rank's part of the version that ``head`` names, and make its values the
         reference.
 
         1 compare a piece with the reference
@@ -186,7 +186,7 @@ class PartEncoder:
         """Encode values ``low`` to ``high`` of ``shard``; return the piece's entry and padded
         payload.
 
-        ``new``: these values, if already copied; None: they are read and copied.
+        ``new``: the values, if already copied; None: read them, and copy them to the reference.
         """
         reference = None if shard.reference is None else shard.reference[low:high]
         # 1
@@ -223,9 +223,9 @@ class PartEncoder:
     def _encode(
         self, values: Tensor, reference: Tensor | None, kind: str, told: PartSummary
     ) -> tuple[str, int, Tensor]:
-        """Encode into the scratch buffer, or use raw values if these are no longer.
+        """Encode into the scratch buffer, or use the raw values if encoding does not shorten them.
 
-        Returns the coding, its number of bytes, and the bytes with zero padding.
+        Returns the coding, the number of bytes without padding, and the zero-padded bytes.
         """
         begun = time.perf_counter()
         coding, plain = RAW, values

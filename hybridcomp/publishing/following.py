@@ -1,4 +1,4 @@
-"""Publish after the optimizer steps of a session, as the block's key ``publish`` asks."""
+"""Publish after a session's optimizer steps, as the block's key ``publish`` says."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TIMES = {
 class PublishedSteps:
     """A ``StepFollower`` that publishes; it creates the publisher before the first step.
 
-    By then a checkpoint has been loaded and the weights are still the checkpoint's, so the
-    publisher can check whether its chain continues.
+    At that time a checkpoint has been loaded and the weights are still the checkpoint's, so the
+    publisher can check whether the destination's chain continues.
     """
 
     name = "publish"
@@ -45,8 +45,8 @@ class PublishedSteps:
     def after_step(self, step: int) -> None:
         """Publish if the step is due.
 
-        Raises errors of publishing. If versions are written beside the training, the error of one
-        is raised when the next is due.
+        Raises errors of publishing; the error of a version written in the background is raised
+        when the next version is due.
         """
         if self._publisher is not None and step % self._publisher.every == 0:
             self._publisher.publish(step, wait=self._wait)
@@ -65,8 +65,8 @@ class PublishedSteps:
     def row(self) -> dict[str, float] | None:
         """Return the figures of the versions since the last call; None if there were none.
 
-        Shares and bits are averages over versions, times are sums. The link, and the times encoded
-        and raw on it, are the figures by which the last version's codec was chosen.
+        Shares and bits are averages over versions, times are sums. The link's speed, and the
+        estimated times encoded and raw, are those by which the last version's codec was chosen.
         """
         since, self._since = self._since, []
         if not since:
@@ -93,7 +93,7 @@ class PublishedSteps:
         return found
 
     def told(self) -> str:
-        """Return how many versions were published, in how many MB; "" if none."""
+        """Return words for the number of published versions and their MB; "" if none."""
         if not self._versions:
             return ""
         sizes = f"{self._nbytes / 1e6:.3g} MB in place of {self._raw_nbytes / 1e6:.3g} MB"

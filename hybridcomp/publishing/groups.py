@@ -1,9 +1,9 @@
-"""Send versions over a process group of torch.distributed: the sender's first rank, and receivers.
+"""Send versions over a process group of the sender's first rank and all receivers.
 
 Every version begins with an all-reduce in which receivers state whether they need a full version,
-and how long they took to receive, decode and apply the last one. Then the frames of a stream
-(``streams``) are broadcast as uint8. The sender waits for receivers that have not called ``update``
-yet.
+and how long they took to receive, decode and apply the last version. Then the sender broadcasts the
+frames of a stream (``streams``) as uint8. The sender waits for receivers that have not called
+``update`` yet.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from hybridcomp.publishing.sources import Offer
 from hybridcomp.publishing.stream_sources import CHUNK, StreamSource
 from hybridcomp.publishing.streams import FORMAT, Stream, other_formats, tensor_of
 
-#: writes of at most this many bytes wait for the next one, so that frame heads travel with their
-#: data
+#: writes of at most this many bytes are held until the next write, so that frame heads travel with
+#: their data
 SMALL = 64
 ANNOUNCED = struct.Struct(f"<QQ{SMALL}s")
-#: larger than any format: the maximum of this minus the format is the oldest format
+#: larger than any format number: the maximum of this minus the format gives the oldest format
 LAST_FORMAT = 1 << 30
 
 
 @dataclass
 class Greeting:
-    """A member's statement at the beginning of a version; ``exchange`` takes the maximum of all.
+    """A member's statement at the start of a version; ``exchange`` takes each field's maximum.
 
     Attributes:
-        sender: the sender's rank in the group; -1 from all others.
+        sender: the sender's rank in the group, stated by the sender; receivers state -1.
         needs_full: whether a receiver needs a full version.
-        apply_s, decode_s, receive_s: seconds that the last version took a receiver.
+        apply_s, decode_s, receive_s: seconds that a receiver took for the last version.
     """
 
     sender: int = -1
@@ -68,10 +68,10 @@ class Greeting:
 
 
 class _Broadcasts:
-    """Write bytes as broadcasts from this rank: an announcement, then long data as it is.
+    """Write bytes as broadcasts from this rank: an announcement, then long data unchanged.
 
-    An announcement has ``ANNOUNCED`` bytes: how many bytes it holds, how many follow, and its own
-    bytes.
+    An announcement has the fixed layout ``ANNOUNCED``: the number of bytes inside it, the number of
+    bytes in the broadcast that follows (0: none), and the bytes inside it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -114,7 +114,7 @@ class _Heard:
         return bytes(room[: self.readinto(memoryview(room))])
 
     def readinto(self, room: memoryview, /) -> int:
-        """Fill ``room`` from at most one broadcast; long data is received directly into it."""
+        """Fill ``room`` from at most one broadcast, directly if its data is long."""
         if not len(self._left) and not self._follows:
             head = self._receive(self._spare[: ANNOUNCED.size])
             held, self._follows, data = ANNOUNCED.unpack(bytes_of(head))
@@ -203,5 +203,5 @@ class GroupSource(StreamSource):
 
     def applied(self, apply_s: float, decode_s: float) -> None:
         """Store the times for the next greeting."""
-        # at least a microsecond: 0 is stated by members that have applied nothing
+        # at least a microsecond: members that have applied nothing state 0
         self._next = Greeting(-1, False, max(apply_s, 1e-6), decode_s, self._next.receive_s)

@@ -22,13 +22,13 @@ from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import PATTERNS, Table, uncovered
 
 CODEC = StepCode()
-#: if more than one value in this many changed, the whole piece is kept, which is faster to copy
+#: a piece is kept whole if more than one in this many of its values changed: faster to copy
 DENSE = 8
 
 
 @dataclass
 class Change:
-    """New values of a piece, all or only the changed ones, and a mask of the changed ones."""
+    """New values of a piece (all values, or only the changed ones), and a mask of changes."""
 
     stretch: WeightRange
     values: Tensor
@@ -36,7 +36,7 @@ class Change:
     changed: int
 
     def apply(self, flat: Tensor) -> None:
-        """Write the new values into the parameter's flat values, and free them."""
+        """Write the new values into the parameter's values ``flat``; free the new values."""
         target = self.stretch.of(flat)
         if len(self.values) == self.stretch.numel:
             target.copy_(self.values.view(target.shape))
@@ -90,7 +90,7 @@ class Mirror:
         return cls(table, aliases, flats)
 
     def shaped(self, name: str) -> Tensor:
-        """Return a parameter in its shape: a view, or the values that its patterns encode."""
+        """Return a parameter in its shape: a view, or the decoded patterns if it is quantized."""
         shape, kind = self.table[name]
         return unpacked(self.flats[name].view(shape), kind)
 
@@ -199,9 +199,9 @@ def _decode(
 
 
 def _change(manifest: Manifest, piece: PieceEntry, values: Tensor, held: Tensor) -> Change | None:
-    """Check decoded values; return their difference from the mirror, None if there is none.
+    """Check decoded values; return the change from the mirror, None if no value differs.
 
-    If many of them differ, the change keeps ``values`` themselves.
+    If many values differ, the change holds ``values`` itself.
     """
     mask = empty_mask(values.numel())
     changed, digest = compare(values, held, mask)

@@ -68,7 +68,7 @@ class Spool:
         self._file: Any = None
 
     def keep(self, chunk: Tensor, in_memory: bool) -> None:
-        """Append ``chunk``, 1-D uint8, which then belongs to the spool. Raises OSError."""
+        """Append ``chunk``, 1-D uint8; the caller must not reuse it. Raises OSError."""
         self._starts.append(self._size)
         self._size += chunk.numel()
         if in_memory:

@@ -1,10 +1,10 @@
 """Format of a part: the payloads of one rank, and an index of their pieces.
 
 A part: 16 bytes of head (``PART``, rank, zeros), payloads at multiples of 16 bytes, an index as
-JSON, 32 bytes of tail (bytes of the index, a checksum, ``TAIL``). The index has an entry for each
-piece of a parameter: position, coding, bytes, number of changed values, and the checksums of its
-values before and after and of its payload. The part's checksum covers its head and index; payloads
-are checked once, when they are read.
+JSON, 32 bytes of tail (number of bytes of the index, a checksum, ``TAIL``). The index has an entry
+for each piece of a parameter: position, coding, number of bytes, number of changed values, and
+checksums of the old values, the new values and the payload. The part's checksum covers its head and
+index; each payload is checked once, when it is read.
 
 In format 1 the part's checksum covers the whole file, which is read first.
 """
@@ -39,7 +39,7 @@ HEAD_NBYTES, TAIL_NBYTES = 16, 32
 #: codings of a piece: steps from the previous version, encoded alone, raw, unchanged (no payload),
 #: raw 8-bit values
 STEPS, ALONE, RAW, SAME, BYTES = "stepcode", "alone", "raw", "same", "bytes"
-#: bytes of a format 1 file that are read at once
+#: number of bytes of a format 1 file that are read at once
 CHUNK = 1 << 22
 
 
@@ -48,12 +48,13 @@ class PieceEntry:
     """One piece of a parameter in a part.
 
     Attributes:
-        stretch: range of its values in the parameter.
+        stretch: range of the piece's values in the parameter.
         coding: one of STEPS, ALONE, RAW, SAME, BYTES.
-        offset, nbytes: position of its payload in the part.
+        offset, nbytes: position and size of the payload in the part.
         changed: number of values that differ from the previous version.
-        before, after: checksums of its values in the parent and in this version; "" without one.
-        payload: checksum of the payload and its padding; "" without one, and in format 1.
+        before: checksum of the piece's values in the parent version; "" without a parent.
+        after: checksum of the piece's values in this version.
+        payload: checksum of the payload with its padding; "" without a payload, and in format 1.
     """
 
     stretch: WeightRange
@@ -98,7 +99,7 @@ class ReadPart:
     def payload(self, piece: PieceEntry) -> Tensor:
         """Read the payload of a piece, as uint8. Raises ValueError if it is damaged."""
         room = self.data.at(piece.offset, -(-piece.nbytes // ALIGN) * ALIGN)
-        # the payload of raw values is the values, whose own checksum is verified
+        # the payload of raw values is the values themselves, whose checksum is verified later
         is_looked_at = piece.coding == RAW and piece.payload == piece.after
         if piece.payload and not is_looked_at and digest_of(room) != piece.payload:
             raise ValueError(f"another checksum of its payload in {self.name}")

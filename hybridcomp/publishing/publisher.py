@@ -44,8 +44,8 @@ class Publisher:
     """Send versions of an engine's weights to one destination; every rank has a publisher.
 
     All ranks of the job make the same calls together. The publisher never changes the weights. On
-    the host it keeps a 16-bit copy of what this rank sends, a second one for versions beside the
-    training.
+    the host it keeps a 16-bit copy of the weights that this rank sends, and a second copy once a
+    version is written in the background.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Publisher:
             weights: the weights that this rank holds.
             destination: where versions are written.
             every: ``stepped`` publishes on every ``every``-th call.
-            anchor_every: versions from one full version to the next.
-            dtype: "bf16" or "fp16" for weights that have no 16 bits; None: the model's own.
-            codec: "stepcode", "raw" for unencoded values, or "auto": stepcode, except on streams
-                and groups where encoding and decoding take longer than they save.
+            anchor_every: number of versions from one full version to the next.
+            dtype: "bf16" or "fp16" for weights that are not 16-bit; None: the model's own dtype.
+            codec: "stepcode", "raw" for unencoded values, or "auto": stepcode, except on a stream
+                or group where encoding and decoding take longer than the bytes saved would.
             keep: number of full versions that remain in a folder, with their successors; older
-                versions are removed after each full one. None: all remain.
-            limit_s: seconds that a version beside the training may take; then it is given up, which
-                raises PublishError, as does every later version while it is still being written.
-            bucket: most values that are encoded at once, the unit of checksums. A chain continues
-                after a restart only with the same number.
+                versions are removed after each full one. None: all versions remain.
+            limit_s: seconds that a version in the background may take. Then PublishError is raised
+                and the version given up; later ones also raise while its thread still runs.
+            bucket: most values that are encoded at once; each bucket has a checksum. A chain
+                continues after a restart only with the same ``bucket``.
 
         Raises ConfigError and PublishError, on every rank.
         """
@@ -113,7 +113,7 @@ class Publisher:
         self._limit_s = limit_s
         self._beside: BesideVersion | None = None
         self._hook: Any = None
-        self._waited_s = 0.0  # seconds that training waited for the version beside it
+        self._waited_s = 0.0  # seconds that training waited for the version in the background
         self._finished: list[VersionSummary] = []
         self._look()
         self._cleaning: Cleaning | None = None
@@ -174,9 +174,9 @@ class Publisher:
             say(found.text + self._choice.beginning(), anywhere=True)
 
     def make_room(self) -> None:
-        """Allocate memory for versions beside the training, in a thread.
+        """Allocate, in a thread, memory for versions that are written in the background.
 
-        If it is called some steps before the first ``publish(wait=False)``, the training does not
+        Call it some steps before the first ``publish(wait=False)``, so that the training does not
         wait for new pages. Weights on a GPU need no such call. No collective.
         """
         self._encoder.make_room()
@@ -210,20 +210,20 @@ class Publisher:
     ) -> VersionSummary | StartedVersion:
         """Publish the current weights; a collective over the job's ranks.
 
-        1 complete the previous version, if it was written beside the training
-        2 agree whether the version is a full one
+        1 complete the previous version, if it was written in the background
+        2 agree whether the new version is a full one
         3 compare, encode and send this rank's part
         4 rank 0 writes the manifest once all parts are written
 
         Args:
             step: number of the optimizer step, for the manifest; None: the count of ``stepped``.
             wait: whether to return only once the version is readable. False, for folders only: a
-                thread does 3 and 4. Weights may change once ``copied`` has returned, for which
-                steps of torch's optimizers wait.
+                thread does 3 and 4. Weights may change only once ``copied`` has returned; steps of
+                torch's optimizers wait for that by themselves.
 
         Raises, on every rank: PublishError if any rank could not read or write this version, or the
-        previous one written beside the training; that version is then not readable, no other one
-        was begun, and the next is a full version. PeerError if a rank has ended. ConfigError if
+        previous one in the background; the failed version is then not readable, no other one was
+        begun, and the next is a full version. PeerError if a rank has ended. ConfigError if
         ``wait`` is False and the destination is no folder.
         """
         begun = time.perf_counter()
@@ -256,9 +256,9 @@ class Publisher:
         return self._took(manifest, said, seconds, seconds, apply_s)
 
     def copied(self) -> None:
-        """Wait until weights may change: until the version beside the training has its copy.
+        """Wait until weights may change: until the background thread has copied them.
 
-        Steps of torch's optimizers do so automatically. No collective.
+        Steps of torch's optimizers wait automatically. No collective.
         """
         if self._beside is not None:
             begun = time.perf_counter()
@@ -266,9 +266,9 @@ class Publisher:
             self._waited_s += time.perf_counter() - begun
 
     def finish(self) -> VersionSummary | None:
-        """Wait until the version that is written beside the training is readable; a collective.
+        """Wait until the version being written in the background is readable; a collective.
 
-        Returns its summary, None if there is none. Raises like ``publish``.
+        Returns that version's summary, None if there is no version. Raises like ``publish``.
         """
         with self._all_or_none():
             return self._take_over()
@@ -279,7 +279,7 @@ class Publisher:
         return found
 
     def _start(self, begin: VersionStart, make: MakesManifest, begun: float) -> StartedVersion:
-        """Begin a version beside the training, passing on an error that has already occurred."""
+        """Begin a version in the background, passing on an error that has already occurred."""
         folder = self._destination
         assert isinstance(folder, Folder)
         _, problem = saved.attempt(lambda: folder.claim(begin.version, begin.rank))
@@ -336,7 +336,7 @@ class Publisher:
     def close(self) -> None:
         """Free the copies of the weights and close the destination. No collective.
 
-        It waits for a version written beside the training; a failure of that version is logged.
+        It waits for a version being written in the background, and logs a failure of that version.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -353,8 +353,8 @@ class Publisher:
     def _begin(self) -> tuple[bool, float | None, tuple[str, ...]]:
         """Agree on whether the next version is full, and choose its codec.
 
-        Returns whether it is, the receivers' seconds of applying the previous version, and the
-        tokens in the names of all ranks' parts.
+        Returns whether it is full, the slowest receiver's seconds of applying the previous version,
+        and the tokens in the names of all ranks' parts.
         """
         wanted, problem = False, None
         if self._beside is not None:

@@ -2,8 +2,8 @@
 
 Each rank quantizes the values that it publishes, with each block's largest magnitude over all
 ranks, using the operations of vLLM's ``per_block_cast_to_fp8`` and ``_mxfp8_e4m3_quantize_torch``,
-on the device of the weights. Values and scales are published as 16-bit patterns whose order is that
-of the values: a step of a quantized value is one step of ``stepcode`` (``packed``, ``unpacked``).
+on the device of the weights. Values and scales are published as 16-bit patterns that sort like
+them, so that one step of a quantized value is one step of ``stepcode`` (``packed``, ``unpacked``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ E4M3 = torch.float8_e4m3fn
 MOST, LEAST = 448.0, 1e-4
 #: kinds whose values take one byte when sent raw
 EIGHT = (FP8, E8M0)
-#: parts of the names of matrices that engines keep in 16 bits: not in multiplying layers, heads,
-#: and expert routing
+#: parts of names of the matrices that engines keep in 16 bits: those of layers that do not
+#: multiply by them, of heads, and of expert routing
 PLAIN = ("embed", "lm_head", "norm", "router", ".gate.", "_gate.", "wte.", "wpe.", "pos_emb")
 
 
@@ -59,7 +59,8 @@ def packed(values: Tensor, kind: str) -> Tensor:
     """Return 16-bit patterns (as bf16) of FP8 values, E8M0 scales or fp32 scales, ordered like the
     values.
 
-    Sign and magnitude of FP8 become those of the pattern; fp32 takes two, in a last dimension of 2.
+    An FP8 value's sign and magnitude become those of its pattern. An fp32 scale takes two patterns,
+    in a new last dimension of 2.
     """
     if kind == FP32:
         return values.contiguous().view(torch.int16).view(torch.bfloat16).view(*values.shape, 2)
@@ -83,12 +84,12 @@ def unpacked(patterns: Tensor, kind: str) -> Tensor:
 
 @dataclass
 class QuantizedMatrix:
-    """A quantized parameter: its shape and form, and a scale of each block once measured."""
+    """A quantized parameter: its shape and form, and each block's magnitude once measured."""
 
     shape: tuple[int, int]
     form: Form
     dtype: torch.dtype
-    most: Tensor | None = None  # measured magnitudes or scale codes, by rows and columns of blocks
+    most: Tensor | None = None  # measured magnitude or scale code of each block: (rows, columns)
 
     @property
     def kind(self) -> torch.dtype:
@@ -118,7 +119,7 @@ class QuantizedMatrix:
             at += max(rows, 1) * columns
 
     def measure(self, stretch: WeightRange, values: Tensor) -> None:
-        """Raise the blocks' magnitudes to those of the ``values`` of a range."""
+        """Update the blocks' largest magnitudes by the ``values`` of a range."""
         form = self.form
         if self.most is None or self.most.device != values.device:
             self.most = torch.zeros(self.blocks, dtype=self.kind, device=values.device)
@@ -160,7 +161,7 @@ class QuantizedMatrix:
         return found
 
     def scale_stretch(self, name: str, stretch: WeightRange) -> WeightRange:
-        """Return the scales of the blocks whose first value is in a range, as published."""
+        """Return the range of published scales of blocks whose first value is in ``stretch``."""
         form, (_, wide), size = self.form, self.blocks, self.shape[1]
         unit = 2 if form.scale == FP32 else 1
         if stretch.runs > 1:
@@ -262,7 +263,7 @@ def quantized(weights: EngineWeights, form: str | None, dtype: str | None) -> En
     Args:
         weights: weights under checkpoint names.
         form: one of FORMS; None: unquantized.
-        dtype: to which weights that are not 16-bit are rounded first.
+        dtype: dtype to which weights that are not 16-bit are rounded before quantizing.
 
     Raises ConfigError on another form, and on weights that are cut across blocks.
     """

@@ -45,10 +45,11 @@ class WeightReceiver:
             source: a folder (``file://`` URL or path), a connected socket, a stream with ``read``,
                 or a process group of torch.distributed that the sender's first rank belongs to.
             device: device of the tensors that ``tensors`` and ``changed_values`` return. The mirror
-                itself is on the host, so on another device they are copies.
-            weights: upper limit on the model's weights; a first version with more is refused, and
-                on a stream or group also one with more bytes than these can take. None: as many as
-                this host's memory holds. Later versions have as many as the first.
+                itself is on the host, so tensors on another device are copies.
+            weights: upper limit on the number of weights. A first version with more weights is
+                refused, and on a stream or group also one with more bytes than so many weights can
+                take. None: as many as fit this host's memory. Later versions must have as many
+                weights as the first.
         """
         if weights is not None and weights < 1:
             raise ConfigError("WeightReceiver.weights", weights, "expected a number of 1 or more")
@@ -71,12 +72,12 @@ class WeightReceiver:
 
     @property
     def waits_for(self) -> str:
-        """Return what is missing and since when, in words; "" if nothing."""
+        """Return, in words, what the receiver waits for and since when; "" if nothing."""
         return self._source.waits_for()
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Return further names of tied parameters, with the name that ``tensors`` yields."""
+        """Return each further name of a tied parameter -> the name that ``tensors`` yields."""
         return {} if self._mirror is None else dict(self._mirror.aliases)
 
     def update(self, until: int | None = None) -> AppliedVersion | None:
@@ -135,8 +136,8 @@ class WeightReceiver:
     def _apply(self, offer: Offer) -> tuple[CheckedVersion, float]:
         """Check an offer, then apply it; return its version, and the seconds of writing.
 
-        Changes are recorded before they are written, and no version is held during writing. So
-        after any error the record covers all changes of the mirror.
+        Changes are recorded before they are written, and no version counts as held during writing.
+        So after any error the record covers all changes of the mirror.
         """
         manifest = offer.manifest
         self._check(manifest)
@@ -213,9 +214,9 @@ class WeightReceiver:
     def changed_values(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the last result's changes of a parameter: flat offsets (int64), new values.
 
-        Both are empty if nothing changed; the first version changes everything. After an update
-        that raised, they are the changes since the last result. Raises PublishError for an
-        unpublished name.
+        Both tensors are empty if nothing changed; the first version changes all values. After an
+        update that raised, the tensors hold the changes since the last result. Raises PublishError
+        for an unpublished name.
         """
         if self._mirror is None or name not in self._mirror.flats:
             todo = "expected a name that tensors() yields"
@@ -237,8 +238,8 @@ class WeightReceiver:
     def check_engine(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raise PublishError if an engine's tensors cannot hold these weights unchanged.
 
-        ``tensors``: the inference engine's tensors, by published names. Unpublished names are
-        refused, as are other shapes and dtypes, such as those of quantized weights.
+        ``tensors``: the inference engine's tensors, by published names. Unpublished names, and
+        shapes or dtypes that differ from the published ones, are refused.
         """
         if self._mirror is None:
             raise PublishError("version 0: nothing to compare with; call update before")

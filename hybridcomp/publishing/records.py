@@ -1,7 +1,8 @@
 """Write and read a version's manifest: JSON that lists its parts and its parent version.
 
-It has the chain (``base``), the version, its reference version (``parent``, with that manifest's
-checksum), the parts with sizes and checksums, and in a full version the table of all parameters.
+It has the chain (``base``), the version, its reference version (``parent``, with the checksum of
+the parent's manifest), the parts with sizes and checksums, and in a full version the table of all
+parameters.
 Nothing in it is executed; everything is checked before use.
 """
 
@@ -26,7 +27,7 @@ _HEX = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 
 
 class DamagedVersion(PublishError):
-    """A version that cannot be applied, but that a later full version repairs."""
+    """Error of a version that cannot be applied; a later full version lets the receiver go on."""
 
 
 @dataclass(frozen=True)

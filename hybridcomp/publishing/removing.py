@@ -1,8 +1,8 @@
 """Remove unused files from a folder: old versions, and leftovers of interrupted runs.
 
-All versions before the oldest full one to be kept are removed. A receiver that is currently reading
-keeps its open files. A receiver that finds a manifest or part missing looks again and takes the
-newest full version, which always exists.
+All versions before the oldest full version to be kept are removed. A receiver that is currently
+reading keeps its open files. A receiver that finds a manifest or part missing looks again and takes
+the newest full version, which always exists.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _UNFINISHED = re.compile(r"\.v(\d{10})\.json\.[0-9a-f]{8}")
 def remove_old(folder: Path, keep: int) -> int:
     """Keep the newest ``keep`` full versions of ``folder`` and their successors; remove the rest.
 
-    Manifests go before their parts, so that no version looks readable without them; leftovers of an
-    earlier call are removed as well. Returns how many versions were removed. Raises OSError, and
-    PublishError if a manifest is damaged.
+    Manifests are removed before their parts, so that no version without parts looks readable;
+    leftovers of an earlier call are removed as well. Returns how many versions were removed. Raises
+    OSError, and PublishError if a manifest is damaged.
     """
     oldest = _oldest_kept(folder, keep)
     removed = 0
@@ -53,9 +53,9 @@ def _oldest_kept(folder: Path, keep: int) -> int:
 class Leftovers:
     """Files that no version names when a job begins to publish, left by interrupted runs.
 
-    They are removed once this job's version of their number, or a later one, exists: then no run
-    can turn them into a version any more. Files that have changed meanwhile stay, because somebody
-    is writing them.
+    A leftover of version n is removed once this job's version n, or a later one, exists: then no
+    run can turn the leftover into a version any more. Files that have changed since the listing
+    stay, because somebody is writing them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class Leftovers:
         self._seen = {path: _stamp(path) for path in _unnamed(folder)}
 
     def remove(self, version: int) -> int:
-        """Remove them, up to ``version``; return how many. Raises OSError."""
+        """Remove the leftovers up to ``version``; return how many. Raises OSError."""
         seen, self._seen, count = self._seen, {}, 0
         for path, stamp in seen.items():
             if _version(path) <= version and stamp is not None and _stamp(path) == stamp:
@@ -107,7 +107,7 @@ class Cleaning:
 def _unnamed(folder: Path) -> Iterator[Path]:
     """Yield unfinished manifests, and parts that no manifest names.
 
-    It reads only manifests of versions with an unfinished part, or with two parts of one rank.
+    It reads a version's manifest only if there is an unfinished part, or two parts of one rank.
     """
     manifests = manifests_in(folder)
     parts: dict[int, dict[str, str | None]] = {}

@@ -1,9 +1,9 @@
 """Decide whether a job continues the chain of versions at its destination.
 
 The weights decide, not the number in a checkpoint: each rank compares checksums of its pieces with
-those of the newest version. If all are equal, the weights are that version, and the next one is
-encoded against it. Otherwise the next one is a full version of the same chain, which receivers can
-apply even if they have applied versions of lost steps.
+those of the newest version. If all are equal, the weights are that version, and the next version is
+encoded against it. Otherwise the next version is a full one of the same chain, which receivers can
+apply even if they have applied versions of steps that the job has lost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def resume(
 ) -> Resumed:
     """Compare the weights with the newest version of ``destination``; a collective.
 
-    If they are equal, it fills the references of ``encoder``. ``digest``: checksum of the table.
+    If the weights are equal to that version, they become the references of ``encoder``.
+    ``digest``: checksum of the table.
     Raises ConfigError on every rank if the destination holds another model's weights.
     """
     rank = weights.ranks.index(dist.get_rank())

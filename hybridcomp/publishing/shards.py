@@ -21,7 +21,8 @@ TOUCHED = 1 << 20
 class Shard:
     """One owned part, with a copy of its last published values, by pieces.
 
-    A version written beside the training gets its own copy, which then replaces that one.
+    A version written in the background gets a copy of its own, the snapshot, which then replaces
+    the copy of the last published values.
     """
 
     owned: Owned
@@ -30,14 +31,14 @@ class Shard:
     stretch: WeightRange = field(init=False)
     reference: Tensor | None = None
     digests: list[str] = field(default_factory=list)
-    snapshot: Tensor | None = None  # weights of the version that is written beside the training
+    snapshot: Tensor | None = None  # weights of the version that is written in the background
     is_on_host: bool = True  # whether the weights were on the host when the snapshot began
 
     def __post_init__(self) -> None:
         self.stretch, self.dtype = self.owned.stretch, PATTERNS[self.kind]
 
     def pieces(self, bucket: int) -> Iterator[tuple[int, int]]:
-        """Yield the boundaries of its pieces."""
+        """Yield the bounds of the shard's pieces, of at most ``bucket`` values."""
         return self.stretch.pieces(bucket)
 
     def values(self, low: int, high: int) -> Tensor:
@@ -81,10 +82,10 @@ class Shard:
         return place
 
     def make_room(self, is_ended: Callable[[], bool] = lambda: False) -> None:
-        """Have memory for the next snapshot, so that the training need not wait for its pages.
+        """Allocate the next snapshot and touch its pages, so that training need not wait for them.
 
-        Copying to new pages takes six times as long. Weights on a device are left out. It stops
-        soon after ``is_ended`` returns True; the rest is then as slow as without it.
+        Copying to new pages takes six times as long. Weights on a device get no memory here. The
+        method stops soon after ``is_ended`` returns True; the remaining pages stay new.
         """
         if self.snapshot is None and self.is_on_host:
             self.snapshot = torch.empty(self.stretch.numel, dtype=self.dtype)

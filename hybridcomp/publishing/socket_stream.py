@@ -1,6 +1,4 @@
-"""Use a socket as a stream of versions on both sides; receivers request full versions through
-it.
-"""
+"""Use a socket as a stream of versions; the receiver requests full versions through it."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from hybridcomp.publishing.streams import ASK, FRAME, MARK, foreign_bytes, frame
 
 #: default seconds for which the other side may read nothing
 STILL_S = 60.0
-#: upper limit for that: poll takes milliseconds in 32 bits
+#: upper limit of these seconds: poll takes milliseconds in 32 bits
 MOST_STILL_S = 1e6
 #: most bytes that are passed to a socket at once
 MOST_SENT = 1 << 22
@@ -34,13 +32,13 @@ def _connected() -> Iterator[None]:
 
 
 class TwoWay:
-    """A connected socket; the sender's has ``write``, the receiver's ``read``.
+    """A connected socket, on which the sender uses ``write`` and the receiver ``read``.
 
-    The socket's owner closes it. A request is one frame without bytes.
+    The socket's owner closes it. A request for a full version is one frame without bytes.
     """
 
     def __init__(self, connection: socket.socket, still_s: float = STILL_S) -> None:
-        """Hold ``connection``; ``still_s``: seconds that the other side may accept nothing."""
+        """Hold ``connection``; ``still_s``: longest time that the other side may read nothing."""
         self._socket, self._still_s = connection, still_s
         self._back = bytearray()  # beginning of a request
         self._asking = b""  # rest of a request that was not sent yet
@@ -56,7 +54,7 @@ class TwoWay:
             return self._socket.recv_into(room)
 
     def write(self, data: memoryview | bytes, /) -> int:
-        """Send as much of ``data`` as the socket takes, at least one byte; return the number.
+        """Send as much of ``data`` as the socket takes, at least one byte; return how many bytes.
 
         Raises PublishError if the other side accepts nothing for ``still_s``.
         """

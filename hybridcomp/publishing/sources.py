@@ -42,7 +42,7 @@ class Offer:
 
 
 class Source(ABC):
-    """Offer versions in an order in which they can be applied."""
+    """Protocol of sources: offer versions in an order in which they can be applied."""
 
     @abstractmethod
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
@@ -53,10 +53,10 @@ class Source(ABC):
 
     @abstractmethod
     def ask(self, held: Manifest | None) -> str:
-        """Ask the sender for a full version after ``held``; return a sentence on that."""
+        """Ask the sender for a full version after ``held``; return a sentence for the user."""
 
     def turns_to_full(self, held: Manifest | None, until: int | None) -> bool:
-        """Return whether an available full version allows continuing from ``held`` at once."""
+        """Return whether a full version after ``held`` is available; then none is requested."""
         return False
 
     def waits_for(self) -> str:
@@ -69,7 +69,7 @@ class Source(ABC):
 
 @dataclass
 class _Waiting:
-    """What a receiver waits for, since when by two clocks, and whether that was logged."""
+    """What a receiver waits for, since when by two clocks, and whether the wait was logged."""
 
     what: str
     begun: float
@@ -90,9 +90,9 @@ class FolderSource(Source):
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the versions that lead to the newest one, or to ``until``.
 
-        They end at a version with a missing part, unless a later full version is complete, which is
-        then used. Raises PublishError if a link of the chain is missing and no full version follows
-        it.
+        A version with a missing part ends the offers, unless a later full version is complete and
+        can be used instead. Raises PublishError if a version of the chain is missing and no full
+        version follows it.
         """
         while True:
             paths = manifests_in(self.path)  # one listing, on which everything below is based
@@ -208,8 +208,8 @@ class FolderSource(Source):
     def ask(self, held: Manifest | None) -> str:
         """Leave a file that requests a full version.
 
-        The sender removes the file once a full version exists, this receiver once it has applied
-        another version. In a copy of the folder the file must be carried back.
+        The sender removes the file once a full version exists; this receiver removes it once it has
+        applied another version. From a copy of the folder, the user must carry the file back.
         """
         if self._asked is None or not self._asked.exists():
             path = self.path / f"ask_full.{secrets.token_hex(4)}.json"

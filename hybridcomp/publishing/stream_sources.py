@@ -21,9 +21,9 @@ from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, cut, f
 CHUNK = 1 << 26
 #: most bytes of a version per weight, in addition to ``IN_MEMORY``
 MOST_OF_A_WEIGHT = 4
-#: fixed memory charged for each buffered frame, even an empty one; bytes
+#: bytes of memory counted for each buffered frame, even an empty one, in addition to its data
 FRAME_COSTS = 1024
-#: a version of more than this many times its possible bytes is not read to its end
+#: a version of more than this many times the bytes that it can have is not read to its end
 TOO_LONG = 2
 NO_MEMORY = "was not kept: this host has no memory for it; give it more"
 
@@ -37,8 +37,8 @@ class StreamSource(Source):
     """A stream of ``streams.Stream``; an offer is one version.
 
     Attributes:
-        looks_on: whether to search for the next frame after a damaged head, and to skip a version
-            without an end.
+        looks_on: whether to search for the next frame after a damaged head, and to stop reading a
+            version that does not end.
     """
 
     looks_on = True
@@ -50,8 +50,8 @@ class StreamSource(Source):
         # counts of the version that is being received
         self._in_memory = self._nbytes = self._skipped = 0
         self._most, self._todo = 0, ""  # most bytes that it can have, and advice if it has more
-        self._lost: str | None = None  # why that version is not kept
-        # buffer for reading it to its end anyway; uses no memory until it is written
+        self._lost: str | None = None  # why the version is not kept
+        # buffer for reading a lost version to its end; uses no memory until it is written
         self._spare = torch.empty(CHUNK, dtype=torch.uint8)
         self._has_asked = False
         self._may_be_full = True  # whether the last version may have been a full one
@@ -66,7 +66,7 @@ class StreamSource(Source):
                 yield offer
 
     def ask(self, held: Manifest | None) -> str:
-        """Ask through the stream, if it has a way back; only once until a full version arrives."""
+        """Ask through the stream, if it can carry requests; once until a full version arrives."""
         hook: Callable[[], object] | None = getattr(self._stream, "ask_full", None)
         if hook is None:
             return BY_HAND
@@ -86,7 +86,7 @@ class StreamSource(Source):
         """Spool parts until their manifest arrives; return None at the end of the stream.
 
         A version that cannot be kept is read to its end, so that the next one can be received.
-        ``after_abort``: whether to wait for the next version if one is given up. Raises
+        ``after_abort``: whether to wait for the next version if the sender gives one up. Raises
         PublishError if the stream is cut off, or if the version has no end.
         """
         parts: dict[int, Spool] = {}
@@ -155,8 +155,8 @@ class StreamSource(Source):
             self._lost = f"has more than the {self._most} bytes that it can have; {self._todo}"
 
     def _keep(self, chunk: Tensor, part: Spool) -> None:
-        """Keep bytes of a part in memory or in a temporary file; mark it as lost if neither has
-        room.
+        """Keep bytes of a part in memory or a temporary file; if neither has room, mark the
+        version as lost.
         """
         fits = self._in_memory + len(chunk) <= IN_MEMORY
         self._in_memory += len(chunk) if fits else 0

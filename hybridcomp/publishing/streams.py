@@ -29,15 +29,15 @@ from hybridcomp.publishing.destinations import Destination
 from hybridcomp.publishing.encoding import Sink
 from hybridcomp.publishing.records import Manifest
 
-#: format of frames and of messages between members of a group; both share the number
+#: format number of frames, and of messages between members of a group
 FORMAT = 2
 NAME = b"hcf"
 MARK = NAME + bytes([FORMAT])
 DATA, VERSION, ABORT, ASK = b"D", b"V", b"X", b"A"
 FRAME = struct.Struct("<4sc3xIQI")
-#: most bytes that follow a frame's head: of a part, of a manifest
+#: most bytes that follow the head of a frame of a part, and of a frame of a manifest
 MOST_FRAME, MOST_MANIFEST = 1 << 26, 1 << 30
-#: bytes that are searched for the next head after a damaged one: four buckets
+#: number of bytes in which the next head is searched after a damaged one: four buckets
 MOST_SKIPPED = 1 << 26
 OTHERS = "give the receiver a stream that only a publisher writes to"
 #: bytes that are read at once from streams without ``readinto``
@@ -62,8 +62,8 @@ class Readable(Protocol):
     """A stream from which versions are read.
 
     It may also have methods ``ask_full``, which asks the sender for a full version, and
-    ``readinto``, which fills a writable buffer and returns the number of bytes; that is used
-    instead of ``read`` and saves a copy.
+    ``readinto``, which fills a writable buffer and returns the number of bytes; ``readinto`` is
+    used instead of ``read``, and saves a copy.
     """
 
     def read(self, nbytes: int, /) -> bytes:
@@ -96,7 +96,7 @@ def frame_in(data: bytes | bytearray) -> Frame | None:
 def read_frame(stream: Readable, begun: bool, look_on: bool = False) -> Frame | None:
     """Read the head of a frame; return None at the end of the stream.
 
-    ``begun``: whether a version has begun, which an end of the stream would cut off. ``look_on``:
+    ``begun``: whether a version has begun, so that an end of the stream is an error. ``look_on``:
     whether to search for the next head after a damaged one. Raises PublishError.
     """
     head = bytearray(FRAME.size)
@@ -132,7 +132,7 @@ def _next_frame(stream: Readable, head: bytearray) -> Frame | None:
 
 
 def foreign_bytes(head: bytes | bytearray, todo: str) -> PublishError:
-    """Return the error about bytes that are no frame of this format."""
+    """Return the error about bytes that are not a frame of this format."""
     if head[: len(NAME)] == NAME and head[len(NAME)] != FORMAT:
         other = head[len(NAME)]
         return other_formats(1 if chr(other).isalpha() else other)
@@ -222,7 +222,7 @@ class Stream(Destination):
         return f"r{rank:05d}"
 
     def _pass_on(self, place: int, keeps: bool) -> None:
-        """Copy one rank's part to the stream; after an error only receive it."""
+        """Receive one rank's part and write it to the stream; after an error only receive it."""
         sender, device = self._ranks[place], default_device()
         room = torch.empty(0, dtype=torch.uint8, device=device)
         while True:

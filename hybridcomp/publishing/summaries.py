@@ -17,17 +17,17 @@ class VersionSummary:
     Attributes:
         version: its number, from 1 on.
         full: whether it can be applied without an earlier version.
-        weights: number of weights; ``changed``: number that differ from the previous version, all
-            in a full version.
+        weights: number of weights; ``changed``: number of weights that differ from the previous
+            version; in a full version all weights.
         nbytes: bytes of all ranks' parts.
         raw: whether changes were sent without a codec.
         compare_s, encode_s, wire_s: seconds of comparing, encoding and sending, each on its slowest
             rank.
         apply_s: seconds that the slowest receiver needed to apply the previous version; None
             without an answer.
-        seconds: seconds from its begin until it was readable; ``wait_s``: the part of them in which
-            training waited on this rank.
-        estimate: the seconds by which "auto" chose between coded and raw; None if it did not.
+        seconds: seconds from the version's begin until it was readable; ``wait_s``: the seconds
+            that training on this rank waited for it.
+        estimate: the estimate by which "auto" chose encoded or raw; None if there was no choice.
     """
 
     version: int
@@ -57,8 +57,7 @@ class VersionSummary:
 
 @dataclass(frozen=True)
 class StartedVersion:
-    """A version that is being written beside the training, equal on all ranks except for
-    ``wait_s``.
+    """A version being written in the background; equal on all ranks except for ``wait_s``.
 
     Attributes:
         version: its number.

@@ -45,7 +45,7 @@ class VersionStart:
 
 
 def make_ready(weights: EngineWeights) -> str | None:
-    """Finish gathers and measure blocks, which may be collectives, so on all ranks."""
+    """Finish pending gathers and measure quantized blocks; maybe a collective: on all ranks."""
     _, problem = saved.attempt(weights.ready)
     if weights.quantizer is not None:
         _, unmeasured = saved.attempt(weights.quantizer.measure)
@@ -101,7 +101,7 @@ def _all_well(
     """Exchange the ranks' results; withdraw everything if a rank has failed."""
     said = begin.tell(problem=problem, **statement)
     if any(one["problem"] for one in said):
-        # but not if ``tell`` raises: rank 0 may have heard all ranks and written the manifest
+        # if ``tell`` raises, nothing is withdrawn: rank 0 may have written the manifest
         saved.attempt(destination.abandon)
     check_all(said, begin.ranks, f"version {begin.version}")
     return said

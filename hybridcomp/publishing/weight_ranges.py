@@ -61,7 +61,7 @@ class WeightRange:
                 yield low, min(low + step, begin + unit)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return a view of these values in ``flat``, all values of the parameter: rows by length.
+        """Return a view of this range in ``flat``, the parameter's values: (runs, length).
 
         A single row is returned 1-D.
         """
@@ -110,7 +110,7 @@ def divide(held: Sequence[Sequence[WeightRange]], place: int) -> list[tuple[int,
         held: the ranges of each rank.
         place: index of this rank.
 
-    Returns what this rank owns: indices of ranges in its list, and bounds inside them.
+    Returns what this rank owns: (index in its list of ranges, low, high) for each owned part.
     """
     holders: dict[WeightRange, list[int]] = {}
     for rank, stretches in enumerate(held):

@@ -37,9 +37,9 @@ class Held:
     """A range that this rank holds.
 
     Attributes:
-        read: returns its current values, in any shape and dtype.
-        part: returns values ``low`` to ``high`` as published, 1-D; None: use ``read``, cast to the
-            published dtype.
+        read: returns the range's current values, in any shape and dtype.
+        part: returns values ``low`` to ``high`` as published, 1-D; None: the publisher calls
+            ``read`` and casts the values to the published dtype.
     """
 
     stretch: WeightRange
@@ -63,17 +63,17 @@ class EngineWeights:
 
     Attributes:
         shapes: whole shape of every parameter that this rank knows, by its Hugging Face name.
-        dtypes: the dtype in which the model computes with each of them.
+        dtypes: dtype in which the model computes with each parameter.
         held: the ranges that this rank holds.
         aliases: further names of tied parameters, with the name under which each is published.
         ranks: global ranks of the job, in order; all of them call the publisher together.
         ready: called on all ranks before weights are read; finishes pending gathers.
-        unchanged: called at the same time, before each version; raises PublishError if the engine
-            now uses other parameters.
+        unchanged: called on all ranks before each version; raises PublishError if the engine now
+            uses other parameters.
         hugging_face: returns the same weights with Hugging Face's names, shapes and cuts; None if
-            the module already has these, or if they are unknown.
+            the module already has them, or if Hugging Face's form is unknown.
         module: returns the model that owns the parameters, while it lives; None if unknown.
-        kinds: kind of values, one of PATTERNS, of parameters that are not 16-bit weights.
+        kinds: parameters that are not 16-bit weights, by name -> kind of values, one of PATTERNS.
         quantizer: measures scales before a version's values are read, if ``kinds`` has any.
         refused: why this rank's weights cannot be published; all ranks then raise it.
     """
@@ -101,7 +101,7 @@ def unless_refused(make: Callable[[], EngineWeights], ranks: tuple[int, ...]) ->
 
 
 class _AsShown(str):
-    """Description of another rank's value, which an error shows unquoted."""
+    """Text about another rank's value, which an error message shows without quotes."""
 
     __slots__ = ()
 
@@ -264,7 +264,7 @@ def uncovered(table: Table, stretches: Iterable[WeightRange]) -> list[tuple[str,
 
 
 def _leave_none(parts: Sequence[WeightRange], numel: int) -> bool:
-    """Return whether disjoint ranges of ``numel`` values together are all values of a parameter."""
+    """Return whether the ranges are disjoint and cover all ``numel`` values of a parameter."""
     if all(part.runs == 1 for part in parts):
         some = sorted(part for part in parts if part.numel)
         ends = [0, *(one.end for one in some)]

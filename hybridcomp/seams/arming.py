@@ -14,7 +14,7 @@ from hybridcomp.seams.patching import Patch, revert_all
 class ArmedPatches:
     """Apply patches by upstream module: at once if it is imported, otherwise on import.
 
-    ``apply`` returns the applied patches of a module, None if there are none to apply now.
+    ``apply`` applies and returns a module's patches; None if there are none to apply now.
     ``in_place`` holds the applied patches; ``armed`` says whether imports trigger patches.
     """
 
@@ -25,7 +25,7 @@ class ArmedPatches:
         self._apply, self._hooked = apply, set[str]()
 
     def arm(self, modules: Iterable[str]) -> None:
-        """Apply the patches of the imported ones of ``modules``, of others on their import."""
+        """Apply the patches of each of ``modules``: now if it is imported, else on its import."""
         self.armed = True
         for module in modules:
             if module in sys.modules:

@@ -1,4 +1,4 @@
-"""Turn a function that takes upstream's function as its first argument into a maker of patches."""
+"""Make the entries of ``PATCHES`` from functions whose first argument is upstream's function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 def around(
     replacement: Callable[Concatenate[Callable[..., Any], P], R],
 ) -> Callable[[Callable[..., Any]], Callable[P, R]]:
-    """Return the maker of a seam in ``PATCHES``: it binds upstream's function to ``replacement``.
+    """Return a function for ``PATCHES`` that binds ``replacement`` to upstream's function.
 
     ``replacement`` gets upstream's function, then the arguments of each call.
     """

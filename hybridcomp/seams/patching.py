@@ -34,12 +34,12 @@ Maker = Callable[[Any], Any]
 
 @functools.cache
 def version(package: str) -> str:
-    """Return the installed version, which is cached: a hundred seams ask for the same few."""
+    """Return a package's installed version, cached, since a hundred seams ask for few packages."""
     return read_version(package)
 
 
 def since(requirement: str, oldest: str) -> str:
-    """Return ``requirement`` with a newer oldest version, for seams that older releases lack."""
+    """Return ``requirement`` with lower bound ``oldest``, for seams that older releases lack."""
     newer, count = re.subn(r">= [\w.]+", f">= {oldest}", requirement)
     assert count == 1, requirement
     return newer
@@ -56,9 +56,9 @@ class Seam:
         qualname: dotted path inside the module, private names already mangled.
         parameters: names of the parameters, or a tuple of alternatives where versions differ;
             ``None`` for classes, whose parameters say nothing.
-        source: for upstreams in a checkout without a version, or with checks beyond a number:
-            returns a description of the version if the seam fits it, else raises SeamError. The
-            requirement then only informs human readers.
+        source: for upstreams without a version number, or whose number does not suffice: checks the
+            upstream code, and returns a description of its version if the seam fits, else raises
+            SeamError. The requirement then only informs human readers.
     """
 
     requirement: str
@@ -220,7 +220,7 @@ def _refuse_foreign_wrapper(seam: Seam, original: Any) -> None:
 
 
 def has_module(name: str) -> bool:
-    """Return whether an upstream module exists; without upstream seams are only listed."""
+    """Return whether an upstream module exists; seams of missing upstreams are only listed."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # raised if a parent package is missing
@@ -228,7 +228,7 @@ def has_module(name: str) -> bool:
 
 
 def apply_all(patches: Iterable[Patch]) -> list[Patch]:
-    """Apply every patch, or none: after a failure revert the applied ones, and raise."""
+    """Apply every patch, or none: after a failure, revert the applied patches, and raise."""
     done: list[Patch] = []
     try:
         for patch in patches:
@@ -246,7 +246,7 @@ def revert_all(patches: Sequence[Patch]) -> None:
 
 
 def stale_bindings(obj: object) -> list[str]:
-    """Return modules that imported ``obj`` by name and would miss a patch of its home module."""
+    """Return modules that imported ``obj`` by name: a patch of its own module misses them."""
     return sorted(
         f"{module_name}.{name}"
         for module_name, module in list(sys.modules.items())

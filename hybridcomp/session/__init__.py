@@ -1,7 +1,7 @@
 """Attach hybridcomp to a training loop: channels, steps, checkpoints, reports.
 
-``EngineSession`` does this for one engine; ``process`` holds the session of a process for code that
-has no engine, ``reporter`` prints and writes the ledger.
+``EngineSession`` does this for one engine. ``process`` holds the process's session for code that
+knows no engine. ``reporter`` prints and writes the ledger.
 """
 
 from __future__ import annotations

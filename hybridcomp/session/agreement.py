@@ -1,4 +1,4 @@
-"""Compare the block of a job, and the versions of its software, over all ranks."""
+"""Check that all ranks of a job have the same block and the same software versions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hybridcomp.job.agreement import agree, versions
 
 
 def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> None:
-    """Compare the block, the versions of ``packages`` and ``facts`` over all ranks.
+    """Check that the block, the versions of ``packages`` and ``facts`` are equal on all ranks.
 
-    None: this rank has no block. Raises AgreementError, naming the ranks that differ.
+    ``block`` None: this rank has no block. Raises AgreementError, naming the ranks that differ.
     """
     if "deepspeed" not in packages:
         refuse_deepspeeds(block)
@@ -24,7 +24,7 @@ def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> N
 
 
 def refuse_deepspeeds(block: CompressionConfig | None) -> None:
-    """Raise ConfigError for keys of the block that act under DeepSpeed alone."""
+    """Raise ConfigError for keys of the block that have an effect only under DeepSpeed."""
     if block is not None and block.pipeline.waitless:
         todo = "only DeepSpeed's pipeline goes on without a flush; remove it"
         raise ConfigError(f"{BLOCK}.pipeline.versions", block.pipeline.versions, todo)

@@ -44,25 +44,25 @@ class Account:
     error: float = 0.0
     worst: Dimension | None = None
     outside: float = 0.0
-    rest: float = 0.0  # messages of this rank since the last report
+    rest: float = 0.0  # number of this rank's messages since the last report
     idle: str = ""  # why nothing is compressed, if so
     also: tuple[str, ...] = ()  # work of followers, such as publishing versions
     dimensions: set[Dimension] = field(default_factory=set)  # encoded dimensions
 
     def add(self, entries: Mapping[Key, Entry]) -> None:
-        """Add ledger entries: of all ranks in a report, of this rank where there was no report."""
+        """Add ledger entries: a report's, summed over ranks, or without a report this rank's."""
         for (dimension, _), entry in entries.items():
             self.raw_nbytes += entry.raw_nbytes
             self.wire_nbytes += entry.wire_nbytes
             self.outside += entry.outside
             if entry.messages > entry.native or (dimension == "sync" and entry.messages):
-                self.encoded += entry.messages  # islands also send less by meeting seldom
+                self.encoded += entry.messages  # ``sync`` also saves bytes unencoded
                 self.dimensions.add(dimension)
             if entry.error is not None and entry.error > self.error:
                 self.error, self.worst = entry.error, dimension
 
     def close(self, entries: Mapping[Key, Entry], idle: str, also: Iterable[str] = ()) -> None:
-        """Add the entries since the last report.
+        """Take this rank's entries since the last report; without any report add them to the sums.
 
         ``idle``: why nothing was compressed, if so; ``also``: work of followers, in words.
         """
@@ -89,18 +89,18 @@ def open_account(gains: TimeSaved, report: str) -> Account:
 
 
 def forget() -> None:
-    """Print no last line for the trainings so far, which only measured something."""
+    """Drop the accounts so far, of trainings that only measured something: no last line."""
     _accounts.clear()
 
 
 def close_at_the_end(closable: Closable) -> None:
-    """Close ``closable`` before the process ends unless it was dropped: others learn of it."""
+    """Close ``closable`` before the process ends, unless it was garbage-collected before."""
     _register_end()
     _open.add(closable)
 
 
 def _register_end() -> None:
-    """Register that this process closes open objects at its end; a fork drops its parent's."""
+    """Have this process close open objects at its end; a fork first drops its parent's objects."""
     if os.getpid() not in _registered_in:
         _registered_in[:] = [os.getpid()]
         _accounts.clear()

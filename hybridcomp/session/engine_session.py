@@ -6,10 +6,11 @@ DeepSpeed's engines (``patches/ds/attach.py``), Megatron's processes (``process`
 1. ``begin``: the ranks agree on block and versions; channels are made and described to the user.
 2. ``name_parameters``, ``place``, ``measure``: facts of the caller's model and groups.
 3. ``begin_step`` and ``end_step`` around every optimizer step.
-4. ``save`` and ``load`` beside the caller's checkpoint; ``close`` at the end.
+4. ``save`` and ``load`` together with the caller's checkpoint; ``close`` at the end.
 
-The caller sends its messages through ``channels``, and supplies names of parameters, which of them
-a buffer holds (``pieces``), groups, overflows and the loss scale. All ranks call them together.
+The caller sends its messages through ``channels``, and supplies names of parameters, the parameters
+in each flat buffer (``pieces``), groups, overflows and the loss scale. All ranks call these methods
+together.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class EngineSession:
         models: number of models whose parameters were named.
         restored: whether the engine has loaded its checkpoint since ``begin``.
         loaded: whether ``load`` has run since ``begin``.
-        layout: ranks in each group whose coordinates are in the names of parameters.
+        layout: number of ranks in each group whose coordinates are in the names of parameters.
         followers: objects called around steps, such as publishers.
     """
 
@@ -84,11 +85,11 @@ class EngineSession:
 
         Args:
             channels: channels of this engine alone.
-            device: device of its messages; None: the device on which the default group reduces.
+            device: device of the messages; None: the device on which the default group reduces.
             interval: optimizer steps between two reports, 0: none; by default the ledger's.
-            write: receives the figures of a report and its step, on every rank.
-            layout: ranks in each group whose coordinates are in the names of parameters.
-            kept_in: words for the engine's checkpoints, if they include the session's state.
+            write: called on every rank with the figures of a report and the report's step.
+            layout: number of ranks in each group whose coordinates are in the names of parameters.
+            kept_in: words for the engine's checkpoints, if these include the session's state.
         """
         self.channels = channels
         self.loss_scale = 1.0
@@ -113,7 +114,7 @@ class EngineSession:
         absent: Collection[Dimension] = (),
         **options: Any,
     ) -> EngineSession | None:
-        """Agree on ``block`` over all ranks and make its channels; None: no rank has a block.
+        """Agree on ``block`` over all ranks and make its channels; return None without a block.
 
         ``packages``: upstream packages whose versions must agree too; ``absent``: dimensions
         without messages in such a job; ``options``: as for the constructor. Raises AgreementError.
@@ -142,7 +143,7 @@ class EngineSession:
 
         Args:
             jsonl: None for the block's ``ledger.jsonl``, if any; only rank 0's path is used.
-            ranks: global ranks, of one model, that open a reporter; None: all.
+            ranks: global ranks of the model whose ranks open a reporter; None: all ranks.
         """
         config, named = self.channels.config, self.channels.config.ledger.jsonl
         describe_run(config)
@@ -156,10 +157,10 @@ class EngineSession:
     def name_parameters(
         self, named: Iterable[tuple[str, Tensor]], common: Iterable[str] = ()
     ) -> None:
-        """Store names: unique in the job, equal on all ranks that reduce a gradient together.
+        """Store parameter names: unique in the job, equal on ranks that reduce a gradient together.
 
-        Residuals are saved under these names; if the number of ranks changes, a rank loads those of
-        its names. ``common``: names of vectors that tensor-parallel ranks share.
+        Residuals are saved under these names; if the number of ranks changes, a rank loads the
+        residuals of its own names. ``common``: names of vectors that tensor-parallel ranks share.
         """
         self.models += 1
         for name, parameter in named:
@@ -179,7 +180,7 @@ class EngineSession:
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Report memory use to the user, and where the block saves nothing on these dtypes."""
+        """Tell the user the memory use, and which settings save nothing for these dtypes."""
         config = self.channels.config
         saves_nothing = (note for dtype in dtypes for note in notes(config, dtype))
         self.say(*memory_lines(self.memory), *idle_notes(config), *saves_nothing)
@@ -188,9 +189,10 @@ class EngineSession:
         """Find the nodes, and set up the two levels of ``hierarchy``; a collective.
 
         Args:
-            groups: groups of this rank that reduce gradients or gather parameters, or their ranks.
-            of_user: whether the user made the groups of this job, whose time-outs then stay
-                unchanged; upstream's groups get the default group's time-out.
+            groups: groups of this rank that reduce gradients or gather parameters, or these groups'
+                ranks.
+            of_user: whether the user made the job's groups: their time-outs then stay unchanged,
+                while groups made by upstream get the default group's time-out.
         """
         ranks = {group if isinstance(group, tuple) else ranks_of(group) for group in groups}
         self.say(*self.channels.place(ranks))
@@ -207,9 +209,9 @@ class EngineSession:
     ) -> None:
         """Measure dimensions with ``when: auto``, after ``place``; a collective.
 
-        ``group``: replicas of this rank's ``numel`` parameters of ``dtype``; ``sent``: messages of
-        a step, as far as they are known; ``only``: the dimensions to measure. Messages of a dtype
-        that no codec accepts are native anyway and not measured.
+        ``group``: ranks with replicas of this rank's ``numel`` parameters of ``dtype``; ``sent``:
+        messages of a step, as far as known; ``only``: the dimensions to measure. Messages of a
+        dtype that no codec accepts are always native, and not measured.
         """
         if dtype not in VALUE_DTYPES:
             return
@@ -219,7 +221,7 @@ class EngineSession:
 
     @property
     def memory(self) -> list[MemoryItem]:
-        """Return the memory that channels and followers use on this rank, after ``measure``."""
+        """Return this rank's memory use by channels and followers; call it after ``measure``."""
         return memory_of(self.channels)
 
     # steps
@@ -237,7 +239,7 @@ class EngineSession:
         self.followers.before_step()
 
     def begin_step(self) -> bool:
-        """Begin a step, unless it has begun; call before its first, or every, forward pass.
+        """Begin a step unless it has begun; call before the step's first or every forward pass.
 
         Returns whether further steps need this call: False once nothing is left to be timed.
         """
@@ -248,8 +250,8 @@ class EngineSession:
     ) -> None:
         """End an optimizer step: scale the residuals to the loss scale, report the ledger.
 
-        ``overflow``: the step was skipped, and its residuals are dropped; ``loss_scale``: that of
-        the next step; ``step``: the engine's count of steps taken.
+        ``overflow``: whether the step was skipped; then residuals are dropped. ``loss_scale``: loss
+        scale of the next step. ``step``: the engine's count of steps taken.
         """
         channels, sampled = self.channels, self.channels.sampling
         channels.step, channels.passes = channels.step + 1 if step is None else step, 0
@@ -267,7 +269,7 @@ class EngineSession:
             try:
                 self.followers.after_step(channels.step)
             except HybridcompError as error:
-                if error.names_rank:  # other ranks may not know of it and enter the report
+                if error.names_rank:  # other ranks may not have the error, and enter the report
                     self._report()
                 raise
             self._report()
@@ -282,7 +284,7 @@ class EngineSession:
         self.followers.after_skip()
 
     def take_events(self) -> list[Event]:
-        """Return the figures of the last report, once; for trainers that log at other times."""
+        """Return the last report's figures, only once; for trainers that log at other steps."""
         return [] if self.reporter is None else self.reporter.take()
 
     @property

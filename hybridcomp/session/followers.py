@@ -21,20 +21,20 @@ class StepFollower(Protocol):
         """Prepare for the step; the weights are still those before it."""
 
     def after_step(self, step: int) -> None:
-        """Do the work due after optimizer step ``step``."""
+        """Do the follower's work after optimizer step ``step``."""
 
     def after_skip(self) -> None:
-        """Do the work due even if the optimizer step was skipped for an overflow."""
+        """Do the follower's work after an optimizer step that was skipped for an overflow."""
 
     def row(self) -> Mapping[str, float] | None:
-        """Return its figures since the last call, equal on all ranks; None if it did nothing."""
+        """Return the follower's figures since the last call, equal on all ranks; None: no work."""
 
     def close(self) -> None:
         """Free its resources. No collective."""
 
 
 class FollowerBase:
-    """A ``StepFollower`` that does nothing and reports nothing, for followers of single events."""
+    """A ``StepFollower`` that does nothing: a base class for followers of single events."""
 
     def before_step(self) -> None: ...
 
@@ -57,13 +57,13 @@ class StatefulFollower(Protocol):
         """The key of its state."""
 
     def state(self) -> dict[str, Any] | None:
-        """Return this rank's state, of plain types and CPU tensors; None: nothing has begun."""
+        """Return this rank's state, as plain types and CPU tensors; None before there is one."""
 
     def save(self, folder: Path) -> None:
-        """Write the state of every rank beside a checkpoint."""
+        """Write every rank's state into ``folder``, next to a checkpoint."""
 
     def read(self, folder: Path) -> Sequence[Mapping[str, Any]]:
-        """Return the state of ``save``, checked, for ``resume``; changes nothing. A collective.
+        """Read and check what ``save`` wrote; return it for ``resume``. A collective.
 
         Raises CheckpointError on every rank if any rank's file is damaged.
         """
@@ -75,9 +75,9 @@ class StatefulFollower(Protocol):
         """
 
     def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the next step from checked states: this rank's, or its share of all.
+        """Continue from the checked states that ``read`` returned; begin anew if no rank has one.
 
-        If no rank has one, begin anew. Raises nothing. No collective.
+        Raises nothing. No collective.
         """
 
 
@@ -86,7 +86,7 @@ class OverflowFollower(Protocol):
     """A follower that can name the island whose step an overflow has skipped."""
 
     def overflowed(self, loss_scale: float | None) -> str | None:
-        """Return a sentence on a skipped step, on one rank of those that skipped it; else None.
+        """Return a sentence on the skipped step on one of the ranks that skipped it, else None.
 
         No collective. ``loss_scale``: loss scale of the next step; None: unknown.
         """
@@ -97,7 +97,7 @@ class ToldFollower(Protocol):
     """Follower whose work the job's last line mentions."""
 
     def told(self) -> str:
-        """Return its work since the run began, such as "published 3 versions"; "": none."""
+        """Return words for the work since the run began ("published 3 versions"); "": none."""
 
 
 class Followers(list[StepFollower]):
@@ -132,7 +132,7 @@ class Followers(list[StepFollower]):
             follower.after_skip()
 
     def overflowed(self, loss_scale: float | None) -> None:
-        """Report whose step an overflow has skipped; ``loss_scale``: as in ``OverflowFollower``."""
+        """Report which island's step an overflow skipped; arguments as in ``OverflowFollower``."""
         for follower in self:
             if isinstance(follower, OverflowFollower):
                 sentence = follower.overflowed(loss_scale)

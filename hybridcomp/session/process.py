@@ -1,8 +1,9 @@
-"""Hold the block and the session of this process, for seams that have no engine.
+"""Hold the block and the session of this process, for patched code that knows no engine.
 
-Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine. For them the process holds
-one ``EngineSession``: the first attached engine's (``share_session``), or without an engine a new
-one from the block of ``hybridcomp.install(config)`` or of the file in ``HYBRIDCOMP_CONFIG``.
+Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine. For such code the process
+holds one ``EngineSession``: the first attached engine's (``share_session``), or without an engine a
+new session from the block of ``hybridcomp.install(config)`` or of the file that
+``HYBRIDCOMP_CONFIG`` names.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ _holder = _Holder()
 
 @atexit.register
 def _let_go() -> None:
-    """Drop the session, and with it its process groups, while the interpreter still runs.
+    """Drop the session and thereby its process groups while the interpreter still runs.
 
-    Groups that are still referenced keep their threads, which get time to release their last
+    Groups that are still referenced keep their threads; these get time to release their last
     message.
     """
     _hold(_Holder())
@@ -65,7 +66,7 @@ def _let_go() -> None:
 
 
 def _hold(holder: _Holder) -> None:
-    """Go on with ``holder``, and close a session that no living engine closes. No collective."""
+    """Replace the holder; close the old session unless a living engine will. No collective."""
     global _holder
     before, _holder = _holder, holder
     if before.session is not None and (before.lender is None or before.lender() is None):
@@ -73,7 +74,7 @@ def _hold(holder: _Holder) -> None:
 
 
 def put_back() -> Callable[[], None]:
-    """Return an undo that restores this process's present block and session; no collective."""
+    """Return a function that restores this process's present block and session; no collective."""
     kept = replace(_holder)
 
     def back() -> None:
@@ -86,8 +87,9 @@ def put_back() -> Callable[[], None]:
 def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None) -> None:
     """Set the block of this process; None clears it, and reads the environment again.
 
-    Takes a CompressionConfig, a block, a dict or file with a block under "compression", or the path
-    of any of these. Closes the process's own session; acts on the next message. Raises ConfigError.
+    ``config``: a CompressionConfig, a block, a dict with a block under "compression", or the path
+    of a file with a block or such a dict. Closes the process's own session; takes effect with the
+    next message. Raises ConfigError.
     """
     _hold(_Holder(config=parse(config), explicit=config is not None))
     say_once.forget()
@@ -135,7 +137,7 @@ def say_native(what: str, looked: str = "") -> None:
 
 
 def use(channels: Channels | None) -> None:
-    """Use existing channels, on which the ranks have agreed and whose creator reports."""
+    """Use existing ``channels``: the ranks have agreed on them, and their creator reports them."""
     session = None if channels is None else EngineSession(channels)
     _hold(_Holder(session=session, explicit=True, settled=True))
     say_once.forget()
@@ -144,8 +146,8 @@ def use(channels: Channels | None) -> None:
 def share_session(engine: Any, session: EngineSession) -> None:
     """Let the layers of this process send through ``engine``'s session while it lives.
 
-    The first living engine lends its session, since layers do not know their engine. Raises
-    ConfigError if a second engine's block has different codecs in these dimensions.
+    Layers do not know their engine, so all of them use the first living engine's session. Raises
+    ConfigError if a second engine's block sets other codecs for the layers' dimensions.
     """
     channels = session.channels
     if shared_channels() is not None:
@@ -177,14 +179,14 @@ def share_session(engine: Any, session: EngineSession) -> None:
 def mark_no_block() -> None:
     """Record that the ranks agreed, when an engine was built, on having no block.
 
-    Then no layer asks the other ranks: in a pipeline a stage sends its first message only after its
-    neighbours, so a question to all ranks would wait forever.
+    Layers then do not ask the other ranks: in a pipeline, ranks reach their first message one after
+    the other, each waiting for a neighbour, so a collective of all ranks would hang.
     """
     _holder.settled = True
 
 
 def release(engine: Any) -> None:
-    """Stop lending the session of ``engine``, which is destroyed even if still referenced."""
+    """Stop lending the session of ``engine``, which was destroyed but may still be referenced."""
     if _holder.lender is not None and _holder.lender() is engine:
         configure(_holder.config)
 
@@ -229,7 +231,7 @@ def current() -> Channels | None:
 def known() -> Channels | None:
     """Return ``current`` if this rank may have a block; else None, without asking other ranks.
 
-    For layers that work without hybridcomp's patches: ranks without patches do not answer.
+    For layers that work without hybridcomp's patches, since unpatched ranks would not answer.
     """
     return None if _holder.session is None and configured() is None else current()
 
@@ -257,7 +259,7 @@ def _settle() -> None:
 
 
 def _layout() -> Mapping[str, int]:
-    """Return the ranks of each group whose coordinates are part of Megatron's parameter names."""
+    """Return the size of each group whose coordinates are part of Megatron's parameter names."""
     every: dict[str, int] = {}
     for package, sizes in GROUP_SIZES.items():
         if package in sys.modules:
@@ -276,7 +278,7 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
 
 def _session_for(call: str, done: str) -> EngineSession | None:
-    """Return the session; None, with a notice, if its engine's checkpoints hold the state."""
+    """Return the session; if its engine's checkpoints hold its state, say so and return None."""
     here = session()
     if here is None:
         todo = f"this process has no block, or torch.distributed is not up; do not call {call} here"

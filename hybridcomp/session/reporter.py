@@ -41,10 +41,10 @@ Event = tuple[str, float]
 
 
 class Reporter:
-    """Sums the ledgers of all ranks at intervals, and passes the figures on.
+    """Sum the ledgers of all ranks at intervals; print, write and return the figures.
 
-    ``report`` is a collective: every rank calls it at the same step. A dropped reporter closes its
-    file, and the end of the process closes the others'.
+    ``report`` is a collective: every rank calls it at the same step. A reporter's file is closed
+    when the reporter is garbage-collected, or else when the process ends.
     """
 
     _jsonl: JsonLines | None = None
@@ -57,7 +57,7 @@ class Reporter:
         device: torch.device,
         followers: Sequence[StepFollower] = (),
     ) -> None:
-        """Hold the channels; ``followers``: their work is mentioned in the job's last line."""
+        """Hold the channels; ``followers``: followers to mention in the job's last line."""
         self._followers = followers
         self._channels = channels
         self._device = device
@@ -72,10 +72,10 @@ class Reporter:
             close_at_the_end(self)
 
     def report(self, step: int, followers: Iterable[StepFollower] = ()) -> list[Event]:
-        """Sum the interval over the job; rank 0 prints and writes. ``followers``: further rows.
+        """Sum the interval over the job; rank 0 prints and writes. ``followers`` add their rows.
 
-        Returns the events on every rank, since any may log them. Raises CodecError if a GPU has met
-        a damaged payload or an unexpected header that was not reported yet: the report waits for
+        Returns the events on every rank, since any rank may log them. Raises CodecError if a GPU
+        has met a damaged payload or an unexpected header since the last check: the report waits for
         the device anyway.
         """
         check_payloads()
@@ -134,14 +134,14 @@ class Reporter:
         return {**sums, SAVED_S: gains.net_s} if gains.by_dimension else sums
 
     def take(self) -> list[Event]:
-        """Return the events of the last report, once; for readers that log at other times."""
+        """Return the last report's events, only once; for readers that log at other steps."""
         events, self._untaken = self._untaken, []
         return events
 
     def close(self) -> None:
         """Write the totals as the last record; harmless when called twice.
 
-        The totals lack messages since the last report, since ranks cannot ask each other any more.
+        The totals lack messages sent after the last report: at the end ranks can no longer sum.
         """
         if self._account is not None:
             step = self._channels.step
@@ -184,8 +184,8 @@ def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
     """Return the number of optimizer steps between two reports, at least 1.
 
     Accelerate, and with it Hugging Face's Trainer, writes ``steps_per_print: inf`` to silence
-    DeepSpeed's line, and without the key DeepSpeed prints none. Neither is meant to turn off our
-    report.
+    DeepSpeed's line, and without the key DeepSpeed prints no line. Neither of the two is meant to
+    turn off our report.
     """
     if ledger.every is not None or not steps_per_print or math.isinf(steps_per_print):
         return ledger.interval
@@ -233,7 +233,7 @@ def _times(row: Mapping[str, Any], ranks: int | None) -> str:
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:
-    """Return the figures of one interval that the rows have; see ``metric_names``."""
+    """Return one interval's figures as events (name, value); see ``metric_names``."""
     events: list[Event] = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
@@ -250,7 +250,8 @@ def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) 
 def describe_run(config: CompressionConfig | None) -> None:
     """Write the block and its codecs into the config of this process's W&B run, where it has one.
 
-    The run is DeepSpeed's, Megatron's or GPT-NeoX's; none is created here. None: no block.
+    DeepSpeed, Megatron or GPT-NeoX has created the run; this function creates none. ``config``
+    None: no block.
     """
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is None or CONFIG_CODECS in run.config:

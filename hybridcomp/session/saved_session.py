@@ -1,4 +1,4 @@
-"""Write a session beside the caller's checkpoint, and continue from one.
+"""Write a session's state next to the caller's checkpoint, and continue from such a state.
 
 All ranks make all calls together. ``read`` checks the files of every rank before anything changes;
 ``take_over`` then cannot fail on one rank alone.
@@ -49,7 +49,7 @@ class Saved:
         state: the job's state; None if the folder has none.
         kept: residuals of the ranks; None if the job's groups have changed.
         lost: states that restart because the folder lacks their files; only on rank 0.
-        followed: the state from which each stateful follower continues, in their order.
+        followed: for each stateful follower, in order, the state from which it continues.
     """
 
     folder: Path
@@ -71,8 +71,8 @@ def save(
     """Write step and residuals of all ranks into ``folder``, which is complete afterwards.
 
     ``loss_scale``: the factor on the gradients; None: the last step's. ``references``: whether the
-    caller has written the references of parameter deltas there. Raises CodecError for a damaged
-    payload that was not reported yet, so that wrong state is not saved.
+    caller has written the references of parameter deltas into the folder. Raises CodecError for a
+    damaged payload that no report has raised yet, so that no wrong state is saved.
     """
     with files_together(checkpoint.WHAT):
         check_payloads()
@@ -84,7 +84,7 @@ def save(
 
 
 def read(session: SavedParts, folder: Path) -> Saved:
-    """Read and check the files of ``save``, of this version or the one before, for ``take_over``.
+    """Read and check the files of ``save``, also of its previous version, for ``take_over``.
 
     Changes nothing. Raises CheckpointError on every rank if any rank's file is damaged.
     """
@@ -118,9 +118,9 @@ def take_over(
     """Continue from the result of ``read``; print one line on what restarts without its files.
 
     ``bring``: the end of that line. ``loss_scale``: the factor on the gradients from now on; None:
-    the saved one. ``step``: the engine's step count, with which references of parameter deltas are
-    restored too; a state of another step is ignored, with a message. If the number of ranks has
-    changed, the sum of the residuals is kept.
+    the saved factor. ``step``: step count of an engine that has also restored the references of
+    parameter deltas; None: the saved count, and deltas begin anew. A saved state of another step is
+    ignored, with a message. If the number of ranks has changed, the residuals' sum is kept.
     """
     undo = ExitStack()
     with together(checkpoint.WHAT, undo.close, error=CheckpointError):

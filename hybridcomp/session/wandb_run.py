@@ -2,7 +2,8 @@
 
 The run's creator numbers its rows, and W&B rejects decreasing numbers, so this module never starts
 a row. The figures go into the open row, which the training completes, with the optimizer step as
-their axis. Several reports in one row are added up: a sum over rows is a sum over reports.
+their axis. If a row gets several reports, their figures are added up, so that a sum over rows is a
+sum over reports.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from hybridcomp.metric_names import PREFIX, STEP
 
-#: figures that are added up over reports; of others the last value counts
+#: figures that are added up over a row's reports; of all other figures the last value counts
 SUMS = frozenset({"raw_MB", "wire_MB", "codec_ms", "wait_ms"})
 
 
@@ -37,7 +38,7 @@ class OpenRow:
         self._values: dict[str, float] = {}
 
     def log(self, events: Iterable[tuple[str, float]], step: int) -> bool:
-        """Put the figures of one report into this process's W&B run; return whether there is one.
+        """Put a report's figures into this process's W&B run; return False if there is no run.
 
         ``events``: names and figures, ``step``: optimizer steps taken.
         """
@@ -56,7 +57,7 @@ class OpenRow:
 
 
 def added(before: dict[str, float], values: dict[str, float]) -> dict[str, float]:
-    """Add the ``values`` of a report to earlier reports' where they are sums."""
+    """Return a report's ``values``, with the figures in SUMS added to earlier reports' figures."""
     summed = {
         name: value + before.get(name, 0.0) if name.rpartition("/")[2] in SUMS else value
         for name, value in values.items()

@@ -1,8 +1,8 @@
 """Islands: groups of ranks that train alone and meet every few optimizer steps.
 
 1. ``islands`` cuts the job into islands and makes the process groups inside and between them.
-2. An engine's adapter (``patches/``) lists the weights that this rank's optimizer changes:
-   ``Masters``.
+2. An engine's adapter (``patches/``) lists the weights that this rank's optimizer changes
+   (``Masters``).
 3. ``IslandMeetings`` follows the optimizer steps: it sends each fragment's weight change through
    the channel of ``sync``, and applies the mean by the ``recurrence``.
 

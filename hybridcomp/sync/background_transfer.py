@@ -1,9 +1,9 @@
-"""Send this rank's messages to the rendezvous and fetch the others', in threads beside training.
+"""Send this rank's messages to the rendezvous and fetch other islands', in background threads.
 
 There are two threads, each with its own connection: one posts this rank's messages in order, the
-other fetches other islands' messages once these are complete. Neither decides anything: the
-foreground decides who is present at a meeting (``Rendezvous.decide``), so time-outs, joins,
-departures and results are the same as without threads.
+other fetches other islands' messages once the messages are complete. The threads decide nothing:
+the training thread decides which islands are present at a meeting (``Rendezvous.decide``), so
+time-outs, joins, departures and results are the same as without threads.
 
 * **Memory**: at most one message per island for each meeting that may be pending. * **A failure**
 in a thread ends the thread. The next waiting call, or ``check`` at the next step, raises its error,
@@ -43,7 +43,7 @@ class BackgroundTransfer:
         self._meet, self._ranks = meet, ranks
         self._changed = threading.Condition()
         self._unsent: deque[tuple[Place, memoryview]] = deque()
-        #: messages to fetch; True: a decision says that it counts, so it need not be checked for
+        #: messages to fetch; True: a decision counts the message, so it need not be checked for
         #: completeness
         self._wanted: dict[Place, bool] = {}
         self._found: dict[Place, bytearray | None] = {}
@@ -55,9 +55,9 @@ class BackgroundTransfer:
         self._net = util.Finalize(None, self.close, (0.0,), exitpriority=-1)
 
     def send(self, own: str, number: int, message: memoryview) -> None:
-        """Queue this rank's message for a meeting behind earlier messages, without copying it.
+        """Queue this rank's message for a meeting after earlier messages, without copying it.
 
-        It never raises, since other ranks of the island may already have posted theirs.
+        It never raises, since other ranks of the island may already have posted their messages.
         """
         with self._changed:
             self._unsent.append(((number, own), message))
@@ -135,9 +135,10 @@ class BackgroundTransfer:
             raise self.problem
 
     def _await(self, there: Callable[[], bool], what: str) -> None:
-        """Wait, holding the lock, until ``there()``; raise a thread's error.
+        """Wait, with the lock held, until ``there()`` is true; raise a thread's error.
 
-        The wait is limited, because each request of the threads is. ``what``: words for the wait.
+        The wait is limited, since each request of the threads has a time limit. ``what``: words for
+        what is waited for.
         """
         self._changed.notify_all()
         self._told(lambda: there() or self.problem, what)
@@ -145,7 +146,7 @@ class BackgroundTransfer:
             self._raise()
 
     def _told(self, there: Callable[[], object], what: str, seconds: float = math.inf) -> None:
-        """Wait, holding the lock, until ``there()``; report a long wait to the user."""
+        """Wait, with the lock held, until ``there()`` is true; tell the user of a long wait."""
         notices = Notices()
         while (left := seconds - notices.seconds) > 0:
             if self._changed.wait_for(there, min(left, NOTICE_S)):
@@ -178,7 +179,7 @@ class BackgroundTransfer:
                 self._changed.notify_all()
 
     def _send(self, meet: Rendezvous) -> None:
-        """Post messages until the end; the island's last rank announces that all have posted."""
+        """Post messages until the end; the island's last rank to post announces completeness."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsent or self._ended)

@@ -1,10 +1,10 @@
 """Save and load the state of meetings: start copies, outer momentum, residuals and clocks.
 
 Each rank saves an entry. If the islands are the same, each rank loads its own entry bit for bit,
-including pending meetings. If the number of islands has changed but not their width, each rank
-takes the common state from a rank that has read it; residuals are averaged, which keeps the mean of
-unsent changes, and pending meetings are given up, so that their content is sent again. Islands of
-another width start over.
+including pending meetings. If only the number of islands has changed, not their width, each rank
+takes the common state from a rank that has read it. Residuals are then averaged, which keeps the
+mean of unsent changes, and pending meetings are given up, so that their content is sent again.
+Islands of another width start over.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def checked(name: Path | str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
 def _odd_part(part: Any) -> str | None:
     """Return what is wrong with a state of ``_part_state``; None if nothing is.
 
-    Messages may come from a diverged island and are then skipped by all, but values that enter the
-    next meeting must be finite.
+    Pending messages need not be finite, since all islands skip those of a diverged island, but
+    values that enter the next meeting must be.
     """
     if not isinstance(part, dict) or not set(_PART) <= set(part):
         return f"a part has not all of {', '.join(_PART)}"
@@ -164,7 +164,7 @@ def _write(folder: Path, entry: Mapping[str, Any] | None) -> None:
 
 
 def read(folder: Path) -> list[Mapping[str, Any]]:
-    """Read this rank's share of the entries in ``folder``, maybe none; a collective.
+    """Read the entries in ``folder`` that this rank is assigned, maybe none; a collective.
 
     Raises CheckpointError on every rank if any rank's file is damaged or missing.
     """
@@ -192,8 +192,8 @@ def taken_over(
 ) -> str | None:
     """Load ``entries`` into ``progress``, whose parts hold the current weights; a collective.
 
-    If islands must start over, it returns why: there are no entries, or their islands have another
-    width, other fragments or other weights. The result is the same on all ranks.
+    If islands must start over, returns why, the same on all ranks: there are no entries, or the
+    islands that saved them have another width, other fragments or other weights.
     """
     here = [[part.low, part.high, part.numel] for part in progress.parts]
     own = (dist.get_world_size(), dist.get_rank(), len(islands.rows))
@@ -223,10 +223,11 @@ def taken_over(
 def entry_of_island(
     entries: Sequence[Mapping[str, Any]], progress: Progress, weights: str, late: int
 ) -> Mapping[str, Any] | None:
-    """Return this rank's own entry of an island that was a separate job; a collective of the job.
+    """Return the entry that this rank saved when its island was a separate job.
 
     Returns None on all ranks if the number of ranks or the weights differ, if the islands were
-    parts of a job, or if means of pending meetings are not due ``late`` steps after their begin.
+    parts of one job, or if means of the pending meetings are not due ``late`` steps after a
+    meeting's begin. A collective of the job.
     """
     own = (dist.get_world_size(), dist.get_rank(), 1)
     here = [[part.low, part.high, part.numel] for part in progress.parts]
@@ -269,7 +270,7 @@ def _load_shared(
     peers, rows = islands.peers, islands.rows
     clocks = small_messages.gather_objects(
         entries[0]["clock"] if entries else None, peers
-    )  # from one checkpoint, so equal in all entries
+    )  # all entries are of one checkpoint, so equal in this
     first = next(index for index, clock in enumerate(clocks) if clock is not None)
     source = rows[first][islands.place]
     progress.clock = int(clocks[first] or 0)

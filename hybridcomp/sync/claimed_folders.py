@@ -1,4 +1,4 @@
-"""Keep two islands from writing checkpoints or versions under the same names in one folder."""
+"""Prevent two islands from writing checkpoints or versions under equal names in one folder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ WRITING_S = 5.0
 def claim(folder: Path, run: str, island: str) -> None:
     """Claim ``folder`` for ``island`` of ``run``; every rank may call it alone.
 
-    Raises CheckpointError if another island of the run has claimed it, since they would overwrite
-    each other's files, and if nothing can be written. A folder of an earlier run may be claimed,
-    and so may one with an empty claim, whose creator died before naming itself.
+    Raises CheckpointError if another island of the run has claimed the folder, since the two would
+    overwrite each other's files, or if nothing can be written. A folder that an earlier run has
+    claimed may be claimed, and so may one with an empty claim, whose creator died before naming
+    itself.
     """
     path = folder / FILES.replace("*", run)
     try:
@@ -34,7 +35,7 @@ def claim(folder: Path, run: str, island: str) -> None:
 
 
 def first_in(folder: Path, files: str, run: str, island: str) -> str:
-    """Return the first island of ``run`` that has claimed ``folder``, which may now be ``island``.
+    """Claim ``folder`` for ``island`` unless claimed; return the island of ``run`` that has it.
 
     ``files``: name pattern of claims, with ``*`` for the run. Raises OSError, and CheckpointError
     if a claim is damaged.
@@ -74,7 +75,7 @@ def _nbytes(path: Path) -> int:
 
 
 def claim_url(url: str, line: StoreLine, island: str) -> None:
-    """Claim ``url`` for ``island`` at the rendezvous; a URL is the same place for all islands.
+    """Claim ``url`` for ``island`` at the rendezvous; a URL is one place for all islands.
 
     Raises CheckpointError like ``claim``, PeerError if the rendezvous does not answer.
     """

@@ -1,4 +1,4 @@
-"""Send islands' weights unencoded: from the first island to all, and between ranks of an island."""
+"""Send weights unencoded: from one island to all islands, and between the ranks of an island."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def broadcast(values: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def start_gather(out: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start gathering ``values``, equally long on all ranks, into ``out`` by group rank.
+    """Start an all-gather of ``values``, equally long on all ranks, into ``out`` by group rank.
 
-    ``group``: None for all ranks of the job.
+    ``group`` None: all ranks of the job.
     """
     work = all_gather_single(out, values, group=group, async_op=True)
     assert work is not None

@@ -19,7 +19,7 @@ def arrived() -> None:
 
 
 def state_for_others(progress: Progress) -> dict[str, Any]:
-    """Return start copies, momentum, the clock, and the schedule of pending meetings."""
+    """Return the state for a joining island: start copies, momentum, clock, pending meetings."""
     momenta = [part.fragment.momentum for part in progress.parts]
     return {
         "start": [part.fragment.start.cpu() for part in progress.parts],
@@ -31,10 +31,10 @@ def state_for_others(progress: Progress) -> dict[str, Any]:
 
 
 def take_state(state: Mapping[str, Any], progress: Progress, write: Callable[..., None]) -> None:
-    """Load another island's state into ``progress``, with pending meetings but without messages.
+    """Load another island's state into ``progress``, with pending meetings, without their messages.
 
-    ``write``: writes a fragment's values, by its index, into this rank's weights. Raises
-    CodecError, with nothing changed, unless it is the state of a matching island.
+    ``write(index, values)``: writes the values of fragment ``index`` into this rank's weights.
+    Raises CodecError, with nothing changed, if the state is not that of a matching island.
     """
     if problem := _problem(state, progress):
         raise CodecError(

@@ -1,11 +1,11 @@
 """Hold an island's name in a run, so that no second living island takes it.
 
 The rendezvous stores for each name the process that holds it, and a counter that grows while that
-process lives. An island that wants a taken name finds out whether the process still lives:
+process lives. An island that wants a taken name finds out whether the holding process still lives:
 
 * On the same machine it looks for the process. A process that exists counts as alive, even if it is
   stopped, or belongs to another user and cannot be inspected (``hidepid``).
-* For another machine it watches the counter for ``WATCH_S``. A process whose machine is cut off for
+* On another machine it watches the counter for ``WATCH_S``. A process whose machine is cut off for
   that long counts as ended.
 
 A name is released when its island leaves, and is free again once its process has ended. A stopped
@@ -32,7 +32,7 @@ from hybridcomp.job.waits import awaited, unsaid
 from hybridcomp.sync.store_line import StoreLine
 
 KEY = "compression.sync.islands.name"
-#: seconds between two signs of life, and seconds for which others wait for one
+#: seconds between two signs of life, and seconds for which another island waits for a sign
 BEAT_S, WATCH_S = 2.0, 20.0
 PROC = Path("/proc")
 #: start time of a process that cannot be inspected
@@ -63,8 +63,9 @@ class HeldName:
     def take(self) -> None:
         """Claim the name, unless already held, and start to signal that the island lives.
 
-        Raises AgreementError if another living island has it, which takes up to ``BEAT_S`` to find
-        out, or ``WATCH_S`` if that island was stopped; PeerError if the rendezvous does not answer.
+        Raises AgreementError if another living island has the name; finding out takes up to
+        ``BEAT_S``, or ``WATCH_S`` if the other island was stopped. Raises PeerError if the
+        rendezvous does not answer.
         """
         while (held := self._line.first(self._place, self._text)) != self._text.encode():
             other = json.loads(held)
@@ -91,7 +92,7 @@ class HeldName:
         self._net.cancel()
         self._stop()
         self._beating = None
-        with contextlib.suppress(PeerError):  # the name is gone with the store
+        with contextlib.suppress(PeerError):  # without the store there is no name to release
             if self._line.get(self._place) == self._text.encode():
                 self._line.drop(self._place)
             self._line.drop(_beats(self._own))

@@ -1,4 +1,4 @@
-"""List the facts that must be equal in all islands that are separate jobs, before they meet."""
+"""List the facts that must be equal in all islands before islands that are separate jobs meet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hybridcomp.sync.master_weights import Masters
 
 
 def facts_of(channel: Channel, masters: Masters) -> dict[str, Any]:
-    """Return block, layout and weights of this island as JSON-like data; a collective of its
-    ranks.
+    """Return settings, layout and a digest of the weights' form of this island, as JSON-like data.
+
+    A collective of the island's ranks.
     """
     config = channel.state.config
     codec = channel.state.policy.codecs.get(("sync", "forward"))

@@ -1,9 +1,9 @@
 """Serialize messages between separate jobs: values and state, as self-describing bytes.
 
-A line before the values states their encoding, and with ``outlier`` the sum of their squares,
-because islands on other hardware would compute other bits. Encodings may differ between islands:
-one that has just started may still send natively (``start_step``), and a guard trips in a single
-island.
+A line before the values states their encoding and, with ``outlier``, the sender's sum of squares,
+since receivers on different hardware would compute it with different bits. Encodings may differ
+between islands: an island that has just started may still send natively (``start_step``), and a
+guard trips in a single island.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hybridcomp.channels import Channel
 from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import CodecError
 
-#: number of ranks passed where a codec is chosen; any number of islands may receive the message
+#: number of ranks for which a codec is chosen, whatever number of islands receives the message
 ENDS = 2
 NATIVE = "none"
 
 
 def pack(channel: Channel, values: Tensor) -> bytes:
-    """Encode ``values``, 1-D contiguous, to bytes as the block says, and count them."""
+    """Encode ``values`` (1-D, contiguous) to bytes as the block says; record the message."""
     codec = channel.choose(values.numel(), values.dtype, ENDS, "forward")
     if codec is None:
         channel.count_native(values.nbytes)
@@ -48,7 +48,7 @@ def pack(channel: Channel, values: Tensor) -> bytes:
 def unpack(channel: Channel, data: bytes | bytearray, out: Tensor) -> float:
     """Decode ``data`` into ``out``; return the sender's sum of squares, or 0 if there is none.
 
-    Raises CodecError if it does not fit ``out``.
+    Raises CodecError if the message does not fit ``out``.
     """
     line, _, rest = bytes(data).partition(b"\n")
     try:
@@ -96,7 +96,7 @@ def unpack_state(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def _whole(codec: Codec, dtype: torch.dtype) -> Codec:
-    """Return ``codec`` with the whole error budget: a message is quantized once."""
+    """Return ``codec`` with the whole error budget, since a message is quantized only once."""
     (only,) = codec.split_error_budget(1, 1, result=dtype)
     return only
 

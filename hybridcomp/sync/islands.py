@@ -22,10 +22,10 @@ class Islands:
 
     Attributes:
         rows: global ranks of each island, equally many.
-        index: the island of this rank.
+        index: number of this rank's island, its position in ``rows``.
         place: index of this rank in its island.
         inside: process group of the island.
-        peers: process group of the ranks with this index, ordered by island.
+        peers: process group of the ranks with this rank's ``place``, one per island, in order.
     """
 
     rows: tuple[Ranks, ...]
@@ -36,7 +36,7 @@ class Islands:
 
     @property
     def width(self) -> int:
-        """Return the ranks of an island."""
+        """Return the number of ranks of an island."""
         return len(self.rows[0])
 
     @property
@@ -45,17 +45,17 @@ class Islands:
         return self.rows[self.index]
 
 
-#: islands that were made in the default group ``_made_in``, by their rows
+#: ``rows`` -> islands made while ``_made_in`` was the default group
 _made: dict[tuple[Ranks, ...], Islands] = {}
 _made_in: list[Callable[[], dist.ProcessGroup | None]] = [lambda: None]
 
 
 def islands_of(size: int | str) -> Islands:
-    """Return the islands of this job; a collective of all ranks, the first time.
+    """Return the islands of this job; a collective of all ranks at the first call.
 
-    ``size``: consecutive ranks of each, or "node". Engines of one process share the groups, which
-    end with torch.distributed. Raises ConfigError if islands cannot be equally large, or if there
-    is only one.
+    ``size``: number of consecutive ranks of an island, or "node". Engines of one process share the
+    groups, which end with torch.distributed. Raises ConfigError if islands cannot be equally large,
+    or if there is only one.
     """
     world = dist.group.WORLD
     if world is None:

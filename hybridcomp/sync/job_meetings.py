@@ -2,14 +2,16 @@
 
 Every ``every`` steps this job, which is one island, sends its weight change and applies the mean of
 all present islands (``rendezvous``). Every present island reads the same messages in the same
-order, so that start copies and momentum stay equal bit for bit. No island can block a meeting:
+order, so that all islands have start copies and momentum equal bit for bit. No island can block a
+meeting:
 
 * An island that has ended or hangs is left out after ``timeout_s``. If it comes back, it learns
   that it was left out; its work since the previous meeting is lost.
 * A joining island takes start copies, momentum and the clock from a peer at a meeting, and takes
-  part from the next one on. If all islands come from checkpoints of the same meeting, each
-  continues from its own, bit for bit.
-* An island that sent NaN, Inf or an outlier does not count, and returns to the others' weights.
+  part from the next meeting on. If all islands resume from checkpoints of the same meeting, each
+  continues from its own checkpoint, bit for bit.
+* The message of an island that sent NaN, Inf or an outlier does not count, and this island returns
+  to the weights of the other islands.
 """
 
 from __future__ import annotations
@@ -65,9 +67,7 @@ class JobMeetings(SyncFollower):
     # followers
 
     def after_step(self, step: int) -> None:
-        """Hold the meetings that are due, or raise an error of message transfer since the last
-        step.
-        """
+        """Hold the meetings that are due; raise the error of a transfer that failed meanwhile."""
         if self._membership is not None and not self._is_due(self.clock + 1):
             self._membership.transfer.check()  # if a meeting is due, all ranks check together
         super().after_step(step)
@@ -144,9 +144,7 @@ class JobMeetings(SyncFollower):
         return str(entry["run"]), int(entry["meeting"])
 
     def _has_state(self, roster: Roster) -> bool:
-        """Get the state after the meeting at which this island joins; return False if none
-        comes.
-        """
+        """Fetch the state after the meeting at which this island joins; False if none came."""
         own, giver = self.membership.own, roster.giver
         reached = roster.joining[own]
         alike = all(one is not None and one == reached for one in roster.joining.values())
@@ -155,7 +153,7 @@ class JobMeetings(SyncFollower):
                 self.progress.give_up()
                 self._give(roster)
             return True
-        # all come from one meeting: each continues from its own state
+        # all islands resume from the same meeting: each continues from its own state
         ours = reached is not None and roster.joining.get(giver) == reached
         if ours and (alike or not self.config.late):
             return True
@@ -163,7 +161,7 @@ class JobMeetings(SyncFollower):
         there = self.parts[0].fragment.start.new_tensor([data is not None], dtype=torch.int32)
         if not int(small_messages.least(there)) or data is None:
             return False
-        self._to_write.clear()  # values from an earlier giver
+        self._to_write.clear()  # drop values that an earlier giver sent
         take_state(island_payloads.unpack_state(data), self.progress, self._write)
         return True
 
@@ -190,7 +188,7 @@ class JobMeetings(SyncFollower):
         return None
 
     def _take(self) -> None:
-        """End the first pending meeting; join again if it was held without this island.
+        """End the oldest pending meeting; join again if the others held it without this island.
 
         1. Read the decision on who is present.
         2. Fetch the messages of present islands, and apply their mean.
@@ -217,9 +215,7 @@ class JobMeetings(SyncFollower):
             self._give(roster)
 
     def _kept(self) -> Callable[[], object]:
-        """Return an undo that restores this island's position in the run, so that it tries
-        again.
-        """
+        """Return a callback that restores this island's position in the run, to try again."""
         of = self.membership
         before = of.last, of.own, of.left_out, of.joined
 
@@ -229,7 +225,7 @@ class JobMeetings(SyncFollower):
         return put_back
 
     def _rows(self, roster: Roster, index: int) -> dict[str, Tensor | str] | None:
-        """Return the messages by island, or why one does not count; the same in all islands.
+        """Return each island's message, or why it does not count; the same result in all islands.
 
         Islands that joined after the meeting began have sent none. Returns None if a rank of this
         island was too late for one of the messages; then this island is left out.

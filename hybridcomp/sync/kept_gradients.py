@@ -1,8 +1,8 @@
-"""Detect gradients kept across a meeting, to which those of the new weights would be added.
+"""Detect gradients kept across a meeting; gradients of the new weights would be added to them.
 
-A meeting follows an optimizer step, when scripts are about to clear gradients. Whether they do so
-shows only when the next backward pass begins, since gradients may be cleared until then, even after
-the forward pass. DeepSpeed clears them in its step.
+A meeting follows an optimizer step, when scripts are about to clear gradients. A script may clear
+them until the next backward pass begins, even after the forward pass, so this module looks only
+then. DeepSpeed clears gradients in its step.
 """
 
 from __future__ import annotations

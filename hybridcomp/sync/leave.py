@@ -1,8 +1,9 @@
 """Leave the run when an island job ends normally; warn if its last messages do not count.
 
-* Each rank waits until its own messages are at the rendezvous, at most ``timeout_s``. * The first
-rank then waits at most ``OTHERS_S`` for the equally long messages of its other ranks, and announces
-the meeting from which the island is absent, so that nobody waits for it.
+* Each rank waits until its own messages are at the rendezvous, at most ``timeout_s``.
+* The island's first rank then waits at most ``OTHERS_S`` for the messages of the island's other
+  ranks, which are equally long, and announces from which meeting on the island is absent, so that
+  nobody waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hybridcomp.job.waits import awaited
 from hybridcomp.sync.background_transfer import BackgroundTransfer
 from hybridcomp.sync.rendezvous import Rendezvous
 
-#: seconds that the first rank waits at the end for messages of its other ranks
+#: seconds that the first rank waits at the end for messages of the island's other ranks
 OTHERS_S = 30.0
 
 
@@ -26,11 +27,11 @@ def depart(
     limit_s: float,
     say: Callable[..., object],
 ) -> None:
-    """Post the remaining messages and leave the run on the first rank; never raises. No collective.
+    """Post the remaining messages; the first rank then leaves the run. Never raises; no collective.
 
     Args:
         meet, transfer: rendezvous and transfer of this rank; the transfer is ended.
-        own: the island's name in the run; "": it is in none.
+        own: the island's name in the run; "": it is in no run.
         under_way: pending meetings to which this rank has sent or is sending its message.
         limit_s: seconds for this rank's own messages.
         say: tells the user a sentence.
@@ -54,14 +55,14 @@ def depart(
                 "others hold without it: another rank of it has not sent its message"
             )
         meet.leave(own, under_way.start + there)
-    except PeerError as error:  # the others wait once for this island, or are gone with the store
+    except PeerError as error:  # other islands wait once, or ended with the store
         say(f"sync: island {own} ends without a word: {error}")
 
 
 def _of_all_ranks(meet: Rendezvous, own: str, numbers: range, seconds: float) -> int:
     """Wait until all ranks of ``own`` have sent to these meetings, or the meetings are decided.
 
-    Returns in how many consecutive meetings the messages count, after at most ``seconds``.
+    Returns, after at most ``seconds``, for how many consecutive meetings ``own`` counts.
     """
 
     def is_counted(number: int) -> bool | None:

@@ -25,13 +25,13 @@ class Masters:
 
     Attributes:
         pieces: names and lengths of the vector's pieces, in order.
-        tensors: returns the tensors that hold the pieces, one each, in flat order.
-        written: called after tensors were changed, so that an engine updates its 16-bit copies. A
-            collective of the island if the tensors are sharded over its ranks.
-        replicated: whether ranks of the island hold equal vectors, so that each sends a part.
+        tensors: returns one tensor for each piece, in the order of ``pieces``.
+        written: called after tensors were changed, so that the engine updates its 16-bit copies. A
+            collective of the island if the tensors are sharded over the island's ranks.
+        replicated: whether ranks of the island hold equal vectors, so that each sends one part.
         replicas: group of the ranks with equal vectors; None: the whole island.
         kept: watches for gradients kept across a meeting; None: the engine clears them.
-        trained: returns by name which parameters are currently trained; None: this never changes.
+        trained: returns, by parameter name, whether it is currently trained; None: never changes.
     """
 
     pieces: Sequence[tuple[str, int]]
@@ -64,12 +64,12 @@ class Masters:
 
     @property
     def numel(self) -> int:
-        """Return the elements of the vector."""
+        """Return the number of elements of the vector."""
         return sum(numel for _, numel in self.pieces)
 
     @property
     def digest(self) -> str:
-        """Return a digest of names and lengths, equal on ranks with the same piece of the model."""
+        """Return a digest of names and lengths, equal on ranks with the same part of the model."""
         return hashlib.sha256(repr(list(self.pieces)).encode()).hexdigest()[:16]
 
     @property
@@ -81,7 +81,7 @@ class Masters:
     def shares(self, inside: dist.ProcessGroup | None) -> tuple[int, int]:
         """Return how many ranks hold this vector, and the index of this rank among them.
 
-        ``inside``: the ranks of the island; None: all of the job.
+        ``inside``: group of the island's ranks; None: all ranks of the job.
         """
         if not self.replicated:
             return 1, 0
@@ -110,19 +110,19 @@ class Masters:
             before.append((tensor, start, old))
             _put(tensor, start, new)
             new.copy_(old)
-            before[-1] = tensor, start, new  # from here on no more memory is allocated
+            before[-1] = tensor, start, new  # nothing after this line allocates memory
 
     def gathered(
         self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
     ) -> tuple[int, int, Tensor]:
         """Return the arguments of ``write`` for this rank's ``part`` and the other ranks' parts.
 
-        Other ranks have parts if they hold the same vector; then this is a collective of them. In
-        either case it passes a gate of the operation.
+        If several ranks hold the same vector, they all-gather its parts. In either case this passes
+        a gate of the operation.
 
         Args:
             whole: start and end of the fragment that the parts make up.
-            inside: the ranks of the island; None: all of the job.
+            inside: group of the island's ranks; None: all ranks of the job.
         """
         width, _ = self.shares(inside)
         if width == 1:
@@ -162,7 +162,7 @@ def _put(tensor: Tensor, start: int, values: Tensor) -> None:
 
 
 def _is_view(flat: Tensor, tensor: Tensor) -> bool:
-    """Return whether ``flat``, made from ``tensor``, shares its memory."""
+    """Return whether ``flat``, which was made from ``tensor``, shares the memory of ``tensor``."""
     return flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
@@ -176,7 +176,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def piece_of(name: str, tensor: Tensor) -> tuple[str, int]:
-    """Return the name, extended by the memory order unless that is plain, and the elements."""
+    """Return the name, with the memory order unless contiguous, and the number of elements."""
     found = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     order = _order(found)
     how = "" if order == list(range(found.dim())) else f" by dimensions {order}"
@@ -199,9 +199,9 @@ def bounds(numel: int, fragments: int, index: int) -> tuple[int, int]:
 def cut(numel: int, fragments: int, ranks: int, rank: int) -> list[tuple[int, int, int]]:
     """Cut a vector into fragments and return this rank's part of each.
 
-    Every element belongs to one fragment, and in it to the part of one of ``ranks`` ranks. Parts
-    are equally long, with padding after the last. Returns for each fragment the part's start, its
-    end, and its length with padding.
+    Every element belongs to one fragment; a fragment consists of ``ranks`` parts, one for each
+    rank. Parts are equally long, with padding after the last. Returns for each fragment the part's
+    start, its end, and its length with padding.
     """
     found = []
     for index in range(fragments):

@@ -1,6 +1,6 @@
 """Follow optimizer steps, and hold the islands' meetings that are due.
 
-Every fragment has a meeting each ``every`` steps, fragments one after the other. A meeting has two
+Every fragment has a meeting each ``every`` steps; the fragments take turns. A meeting has two
 halves:
 
 1. ``_send``: each rank sends the weight change of its part of the fragment to the ranks with its
@@ -8,11 +8,11 @@ halves:
 2. ``_take``, at once, ``delay`` steps or ``staleness`` meetings later: if all values are finite and
    no island is an outlier, the outer optimizer applies the mean, and the engine's weights are set.
 
-If a mean is taken later, all ranks state beside the message whether its values are finite, so that
-nobody waits for another rank's last step when taking the mean (no codec turns finite values into
-Inf). A rank that fails to make such a message sends zeros and states that: all skip the meeting. If
-the mean is taken at once, the ranks of an island compare what they have received: all islands read
-the same messages, so they decide alike.
+If a mean is taken later, each rank also sends a flag that says whether the values of its message
+are finite, so that no rank waits for another rank's last step when taking the mean (no codec turns
+finite values into Inf). A rank that fails to make its message sends zeros and a flag of the
+failure, and all ranks skip the meeting. If the mean is taken at once, the ranks of an island
+compare the messages that they received; all islands read the same messages, so all decide alike.
 
 Both halves run in the same order on all ranks. The clock counts every requested optimizer step,
 even skipped ones, so that an overflow in one island shifts no meeting.
@@ -49,8 +49,8 @@ GOES_BACK = ", and whoever did goes back to the weights that all agreed on last"
 class IslandMeetings(SyncFollower):
     """Meetings of the islands of one job; all ranks of the job call it at the same steps.
 
-    It begins before the first step, after a checkpoint was loaded: all islands then take the first
-    island's weights, unless the state of meetings was loaded too.
+    Meetings begin before the first step, after any checkpoint was loaded: all islands then take the
+    first island's weights, unless the checkpoint had the state of meetings.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class IslandMeetings(SyncFollower):
             self._write(index, fragment.start)
 
     def _agree(self) -> None:
-        """Compare islands and block over all ranks, and weights over ranks with the same index."""
+        """Check that all ranks agree on islands and block, and ranks of one index on weights."""
         islands = self.islands
         facts: dict[str, Any] = {
             f"compression.sync.{name}": value for name, value in self.config.agreed().items()
@@ -140,7 +140,7 @@ class IslandMeetings(SyncFollower):
         return problem
 
     def _message_or_nothing(self, part: Part) -> tuple[Tensor, Exception | None]:
-        """Return this rank's message, without communication: zeros and the error if it fails.
+        """Return this rank's message; on failure, zeros and the error. No communication.
 
         The error's flag makes all islands skip the meeting, since this rank's values are missing.
         """
@@ -189,17 +189,17 @@ class IslandMeetings(SyncFollower):
 
     @property
     def _gates(self) -> bool:
-        """Return whether ranks may wait for each other: not if means are taken later."""
+        """Return whether ranks may wait for each other: only if the mean is taken at once."""
         return not self.config.late
 
     def _kept(self) -> Callable[[], object]:
-        """Return an undo that gives up the meeting, since its messages cannot be received again."""
+        """Return a callback that gives up the meeting: its messages cannot be received again."""
         return (lambda: self.progress.give_up()) if self._gates else super()._kept()
 
     def _flags(self, meeting: Meeting, rows: Tensor) -> list[int]:
         """Return per island 1 if all its ranks' messages are finite, else 0.
 
-        A lower value is FAILED minus the rank of the island that failed and sent nothing.
+        A negative value is FAILED minus the rank of the job that could not make its message.
         """
         if meeting.finite is not None:
             found = meeting.finite()

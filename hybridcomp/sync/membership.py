@@ -1,7 +1,7 @@
 """Membership of one island job in a run: it joins, is dropped, and leaves.
 
-All ranks of the island hold the same state: its first rank acts at the rendezvous alone and sends
-results, and errors, to the others.
+All ranks of the island hold the same state: only the island's first rank talks to the rendezvous,
+and it broadcasts results and errors to the other ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Membership:
         own: name under which it joined: the permanent name, with a number if it has joined before.
         run: identifier of the run.
         last: decision on the last meeting.
-        left_out, joined: islands that were left out, and that joined, since these counts were last
-            read.
+        left_out, joined: numbers of islands that were left out and that joined since the counts
+            were last read.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Membership:
         """Announce this island and wait until it is admitted; a collective of the island.
 
         Args:
-            reached: the run and meeting that its own state has reached.
+            reached: the run and meeting that this island's state has reached.
             has_state: fetches start copies and momentum from the decision's giver; returns False if
                 none come.
 
@@ -130,7 +130,7 @@ class Membership:
         self.join(None, has_state)
 
     def post(self, number: int, message: memoryview) -> None:
-        """Queue this rank's message for a meeting, and start fetching the others'.
+        """Queue this rank's message for a meeting, and start to fetch the other islands' messages.
 
         It never raises; the transfer's ``check`` raises later errors.
         """
@@ -141,8 +141,8 @@ class Membership:
     def decide(self) -> Roster:
         """Return the decision on the next meeting; a collective of the island.
 
-        It first waits until all ranks of the island have posted, then for others, up to
-        ``timeout_s``.
+        It waits until all ranks of this island have posted, then up to ``timeout_s`` for other
+        islands.
         """
         self.transfer.wait_sent(self.last.number + 1)
         small_messages.wait_for_all()
@@ -178,7 +178,7 @@ class Membership:
     def _announced(self, reached: Reached) -> tuple[int, str]:
         """Return the number of decisions so far, and this island's name from now on."""
         assert self._held is not None, "the first rank"
-        self._held.take()  # while this island was stopped another may have taken the name
+        self._held.take()  # while this island was stopped, another island may have taken its name
         return self.meet.decisions(), self.meet.announce(self.name, reached)
 
     def _release(self) -> None:

@@ -24,12 +24,13 @@ def unfit(
 ) -> dict[T, str]:
     """Return the islands whose messages do not count, with the reasons.
 
-    With ``above`` it is a collective of the island ``inside``.
+    With ``above``, this is a collective of ``inside``, the ranks of this island.
 
     Args:
         islands: islands that sent a message; ``finite``: per island whether it has no NaN or Inf.
             Both are the same on all ranks.
-        squares: returns per island, in fp64, the sum of squares of its message to this rank.
+        squares: returns for each island, in fp64, the sum of squares of the message that this rank
+            received from it.
         above: the block's limit; None: there are no outliers.
     """
     bad = {one: NOT_FINITE for one, well in zip(islands, finite, strict=True) if not well}
@@ -43,10 +44,10 @@ def unfit(
 def far_off(
     squares: Tensor, finite: Sequence[bool], above: float, inside: ProcessGroup | None
 ) -> list[bool]:
-    """Return per island whether its norm exceeds ``above`` times the median of finite ones.
+    """Return for each island whether its norm exceeds ``above`` times the median finite norm.
 
-    A collective of the island ``inside``, whose ranks add up in a fixed order, so that all islands
-    get the same result. ``squares``: as ``unfit``'s argument returns them.
+    A collective of ``inside``, the ranks of this island, which add up squares in a fixed order, so
+    that all islands get the same result. ``squares``: what the argument of ``unfit`` returns.
     """
     parts = small_messages.gather(squares, inside)
     total = parts[0].clone()

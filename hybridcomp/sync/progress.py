@@ -23,16 +23,17 @@ class Part:
 
 @dataclass(eq=False)
 class Meeting:
-    """A meeting whose mean was not taken yet.
+    """A meeting whose mean this rank has not taken yet.
 
     Attributes:
-        index: the fragment.
+        index: index of the meeting's fragment.
         due: the step at which its mean is taken.
         rows: the messages of all islands, one per row, complete after ``wait``. If islands are
-            separate jobs: only its own message, as bytes, empty if it has sent nothing.
+            separate jobs: only this island's own message, as bytes; empty if this island has sent
+            nothing.
         wait: returns once the rows are complete.
-        finite: waits for all islands' statements, and returns per island whether its message is
-            finite; None: this is checked when the mean is taken.
+        finite: waits for all islands' flags, and returns for each island whether its message is
+            finite; None: values are checked when the mean is taken.
     """
 
     index: int
@@ -67,9 +68,7 @@ class Progress:
         return Progress(self.clock, parts, list(self.under_way), self.unsent)
 
     def give_up(self, count: int | None = None) -> None:
-        """Give up the first ``count`` pending meetings (default all); their content is sent
-        again.
-        """
+        """Give up the oldest ``count`` pending meetings (default all); send their content again."""
         for meeting in self.under_way[:count]:
             self.parts[meeting.index].fragment.skip()
         self.under_way = [] if count is None else self.under_way[count:]

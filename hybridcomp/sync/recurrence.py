@@ -35,10 +35,10 @@ class OuterRule:
 
     Attributes:
         lr, momentum, nesterov: settings of the outer SGD.
-        error_feedback: whether the error of a message is added to a later one.
+        error_feedback: whether the encoding error of a message is added to a later message.
         decay: factor on that error.
-        mix: share of its own weights that an island keeps when a mean arrives.
-        keeps_progress: whether an island keeps its changes since it sent.
+        mix: weight of an island's own weights when a mean arrives; agreed weights get 1 - ``mix``.
+        keeps_progress: whether an island keeps the changes that it made since it sent the message.
     """
 
     lr: float = 0.7
@@ -56,9 +56,9 @@ class PendingRound:
 
     Attributes:
         message: the message before encoding; None: there is none, since the island joined later or
-            returned to the others' weights.
-        kept: the residual included in it; None: there is none.
-        moved: the island's change since its previous message; None unless progress is kept.
+            returned to the weights of the other islands.
+        kept: the residual that the message includes; None: there is none.
+        moved: the weight change since the island's previous message; None unless progress is kept.
     """
 
     message: Tensor | None
@@ -89,7 +89,7 @@ class Fragment:
     under_way: deque[PendingRound] = field(default_factory=deque)
 
     def send(self, now: Tensor) -> Tensor:
-        """Return the message for the own weights ``now``, which are neither kept nor changed."""
+        """Return the message for this island's weights ``now``, which stay unchanged."""
         rule, kept = self.rule, self.residual
         moved = (self.start if self.base is None else self.base) - now
         message = moved
@@ -122,7 +122,7 @@ class Fragment:
         if not rule.keeps_progress:
             return torch.lerp(self.start, now, rule.mix) if rule.mix else self.start.clone()
         assert self.base is not None, "sent"
-        if not self.under_way and torch.equal(self.base, now):  # no change is left to keep
+        if not self.under_way and torch.equal(self.base, now):  # no unshared change is left
             self.base = self.start.clone()
             return self.start.clone()
         shift = -change if message.moved is None else message.moved - change
@@ -138,9 +138,9 @@ class Fragment:
             self.base = self.base + message.moved
 
     def fall_back(self) -> Tensor:
-        """Return the weights that all islands last agreed on, for an island that lost its copy.
+        """Return the weights that all islands last agreed on, for an island that lost its weights.
 
-        Changes that it has already sent are not made up for.
+        Changes that this island has already sent are lost to it.
         """
         self.residual, self.base = None, None
         self.under_way = deque(PendingRound(None, None, None) for _ in self.under_way)

@@ -1,21 +1,22 @@
 """Let islands that are separate jobs meet through a store that outlives them all.
 
-The store keeps two lists that only grow. The list of announcements has every start of an island. In
-the list of decisions, entry n gives the members after meeting n: ``present`` islands, whose
-messages count, ``joining`` islands, which take weights from ``giver`` and take part from n + 1 on,
-and ``silent`` ones. The first to append entry n decides it, and all read the same.
+The store keeps two lists that only grow. The list of announcements has an entry for each start of
+an island. In the list of decisions, entry n gives the members after meeting n: ``present`` islands,
+whose messages count, ``joining`` islands, which take weights from ``giver`` and take part from
+meeting n + 1 on, and ``silent`` islands, which did not stand in time. The first island to append
+entry n decides it, and all islands read that entry.
 
 1. Each rank puts its message for meeting n into the store (``post``); the island's last rank to do
    so marks the island as standing (``stand``).
 2. The first rank of each island waits, at most ``timeout_s``, until all members of the last
-   decision stand, and appends decision n; all others read it (``decide``).
+   decision stand, and appends decision n; all other ranks read it (``decide``).
 3. Each rank of a present island reads the messages of the ranks with its index in all present
-   islands (``message_of``). They are in the store, so an island's end breaks no meeting.
+   islands (``message_of``). The messages are in the store, so a meeting goes on if an island ends.
 4. An island that stood too late sees that it was left out, and announces itself again.
 
 With ``delay`` or ``staleness`` islands begin up to U further meetings before they read decision n.
-An island that stands at meeting n has read all messages up to n - U - 1, so a message may be
-overwritten by that of 2 U + 2 meetings later.
+An island that stands at meeting n has read all messages up to n - U - 1, so the message of meeting
+n + 2 U + 2 may overwrite that of meeting n.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hybridcomp.sync.store_line import KEY, StoreLine
 
 #: an island's state at a meeting: it stands, or it has left for good
 HERE, BYE = b"here", b"bye"
-#: extra seconds that ranks wait for their island's first rank, beyond that rank's own wait
+#: extra seconds that ranks wait for their island's first rank, which may itself be waiting
 SLACK_S = 60.0
 
 
@@ -72,13 +73,14 @@ class Rendezvous:
         found.line = self.line.again()
         return found
 
-    # who takes part; of the first rank of an island, where nothing else is said
+    # who takes part; only the first rank of an island calls these, unless a docstring says
+    # otherwise
 
     def compare(self, facts: Mapping[str, Any], name: str) -> str:
         """Compare ``facts`` (JSON-like) with the run's; return the run's identifier.
 
-        The first island of a run states them. Raises AgreementError on any other island whose facts
-        differ, naming the first difference; other islands are not affected.
+        The first island of a run sets the run's facts. Raises AgreementError, which names the first
+        difference, only on the island whose facts differ.
         """
         mine = json.dumps({"of": name, "run": f"{time.time_ns():x}", "facts": facts})
         theirs = json.loads(self.line.first("facts", mine))
@@ -94,7 +96,7 @@ class Rendezvous:
         return str(theirs["run"])
 
     def named(self, name: str | None) -> str:
-        """Return ``name``, or a number that no island of this run has used."""
+        """Return ``name``; if it is empty, a number that no island of this run has used."""
         while not name:
             found = str(self.line.add("names", 1) - 1)
             taken = self.line.get(f"holders/{found}") or self.line.get(f"starts/{found}")
@@ -212,26 +214,24 @@ class Rendezvous:
         present = [member for member, word in stands.items() if word == HERE]
         silent = [member for member, word in stands.items() if word is None]
         joining, heard = self._announced(last.heard)
-        # the giver gives immediately: other islands may reach this point later
+        # this island is the giver, since other islands may get here later
         giver = own if joining else ""
         return self._append(Roster(number, present, joining, giver, silent, heard))
 
     def message_of(self, island: str, number: int) -> bytearray | None:
-        """Return the message of the rank with this index in ``island``; None: it is gone."""
+        """Return the message of ``island``'s rank with this rank's index; None: it is lost."""
         return self.line.take(self._message(island, number), number)
 
     def withdraw(self, own: str, number: int) -> None:
-        """Delete messages that this rank posted for meetings from ``number`` on, which left it
-        out.
-        """
+        """Delete this rank's messages for meetings from ``number`` on, held without its island."""
         for one in range(number, number + self.under_way + 1):
             self._withdraw_one(own, one)
 
     def forget(self, last: Roster, now: Roster, own: str) -> None:
         """Delete keys that no island reads after ``now``; all ranks of a present island call it.
 
-        These are messages of islands that ended U meetings ago, and state given to islands that
-        joined since.
+        These are the messages of islands that ended U meetings ago, and the state given to the
+        islands that join in ``last``.
         """
         if own != now.present[0]:
             return
@@ -244,10 +244,10 @@ class Rendezvous:
                 for one in range(ended - self.slots, ended + self.under_way + 1):
                     self._withdraw_one(island, one)
 
-    # weights for those that join
+    # weights for joining islands
 
     def give(self, number: int, state: bytes | memoryview) -> None:
-        """Store the state of ranks with this index after meeting ``number``."""
+        """Store the state after meeting ``number`` for joining ranks with this rank's index."""
         self.line.put(self._state(number), number, state)
 
     def take(self, number: int) -> bytearray | None:
@@ -268,8 +268,9 @@ class Rendezvous:
     def give_up(self, own: str, decision: Roster) -> None:
         """Leave before the first meeting, because nothing came from the giver.
 
-        At the beginning of a run nobody else would notice that the giver has ended, so it is also
-        marked as having left; if it is alive after all, it sees that it was left out.
+        At the beginning of a run no other island would notice that the giver has ended, so this
+        also marks the giver as having left; if the giver is alive after all, it sees that it was
+        left out.
         """
         self.leave(own, decision.number + 1)
         if not decision.present:
@@ -278,7 +279,7 @@ class Rendezvous:
     # inside
 
     def _found(self, number: int) -> Roster | None:
-        """Return decision ``number``; if that is the beginning of a run, possibly make it."""
+        """Return decision ``number``; if it begins a run and is missing, try to make it."""
         found = self.decision(number)
         if found is not None or self.place:
             return found
@@ -292,7 +293,7 @@ class Rendezvous:
         return self._append(Roster(number, [], joining, giver, [], heard))
 
     def _has_left(self, member: str, number: int) -> bool:
-        """Return whether a member has left; it may have messages pending from ``number`` on.
+        """Return whether a member has left: its mark may be at any meeting pending at ``number``.
 
         A member whose name was announced again has ended without notice, as on SIGTERM.
         """

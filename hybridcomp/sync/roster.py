@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-#: progress of an island: the run, and its number of meetings; None: it has none
+#: progress of an island: the run, and the number of the meeting reached; None: no progress
 Reached = tuple[str, int] | None
 
 
@@ -16,7 +16,7 @@ class Roster:
     Attributes:
         number: number of the meeting; 0 is the beginning of a run.
         present: islands whose messages count, in the same order everywhere.
-        joining: islands that take part from the next meeting on, with their progress.
+        joining: islands that take part from the next meeting on, with the progress of each.
         giver: the island from which joining ones take weights; "" if none joins.
         silent: members that did not stand in time.
         heard: number of announcements considered so far.

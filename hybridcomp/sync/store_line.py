@@ -1,10 +1,10 @@
 """One rank's connection to the islands' rendezvous, torch's TCPStore; every call has a time-out.
 
-A store whose process was stopped, or whose host is cut off, answers nothing, and torch waits for
-some of its answers without a limit. So requests run in a thread of the line. A request that takes
-too long raises an error that names the rendezvous, and its thread is abandoned. The thread is
-started early, since Python 3.12 starts none while the process ends. Large values are cut into
-pieces.
+A store whose process was stopped, or whose host is cut off, does not answer, and torch waits for
+some answers without a limit. So each ``StoreLine`` sends requests from a thread of its own. A
+request that takes too long raises an error that names the rendezvous, and its thread is abandoned.
+The thread is started early, since Python 3.12 starts no thread while the process ends. Large values
+are cut into pieces.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StoreLine:
     Args:
         connect_s: seconds within which the rendezvous must first answer.
         request_s: seconds that a request may take.
-        say: reports a long wait for that to the user.
+        say: tells the user of a long wait for the first answer.
         known: whether the rendezvous has answered this process before.
 
     All methods raise PeerError, in one line that names the rendezvous, if it does not answer.
@@ -119,7 +119,7 @@ class StoreLine:
         for index in range(count):
             piece = view[index * PIECE_NBYTES : (index + 1) * PIECE_NBYTES]
             self.set(f"{key}/{index}", _HEAD.pack(mark, index, count) + bytes(piece))
-        # by its answer the store has processed this line's earlier requests
+        # when it answers, the store has processed this line's earlier requests
         self.has(f"{key}/{count - 1}")
 
     def take(self, key: str, mark: int) -> bytearray | None:
@@ -158,7 +158,7 @@ class StoreLine:
         return index
 
     def length(self, name: str) -> int:
-        """Return the length of a list by bisection, since it has no gaps."""
+        """Return the length of a list; bisection finds it, since a list has no gaps."""
         low, high = 0, 1
         while self.has(f"{name}/{high - 1}"):
             low, high = high, 2 * high
@@ -203,14 +203,14 @@ class StoreLine:
             return result[0]
         if problem:
             words = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0][:200]
-            # torch's text would be pages long
+            # torch's error text would be pages long
             raise self._gone(f"does not answer ({words})") from None
         self._end()  # the thread ends once the request does, if ever
         self._requests = None
         raise self._gone(f"has not answered for {seconds:g} s")
 
     def _thread(self) -> SimpleQueue[Callable[[], None] | None]:
-        """Return the queue from which the line's thread takes requests; it ends with the line."""
+        """Return the queue from which the line's thread takes requests until the line ends."""
         if self._requests is None:
             requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             thread = threading.Thread(
@@ -257,7 +257,7 @@ class StoreLine:
 
 
 def _do(requests: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Serve requests until None comes; hold none, since that would keep the connection open."""
+    """Serve requests until None comes; keep none, since that would hold the connection open."""
     while (request := requests.get()) is not None:
         request()
         del request

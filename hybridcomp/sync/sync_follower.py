@@ -1,4 +1,4 @@
-"""Shared part of both kinds of meetings: the weights, the clock, state and figures."""
+"""Hold meetings: what meetings inside a job and meetings between jobs have in common."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Figures:
 
 
 def drift_of(rows: Tensor, weights: Tensor) -> float:
-    """Return how far islands are apart: the norm of their differences over that of the weights.
+    """Return how far islands are apart: the norm of their differences over the norm of the weights.
 
     ``rows``: weight change of each island.
     """
@@ -95,7 +95,7 @@ class SyncFollower(ABC):
 
     @property
     def under_way(self) -> list[Meeting]:
-        """Return the meetings whose means were not taken yet, in order."""
+        """Return the meetings whose means were not taken yet, oldest first."""
         return self.progress.under_way
 
     def row(self) -> dict[str, float] | None:
@@ -112,7 +112,7 @@ class SyncFollower(ABC):
         }
 
     def before_step(self) -> None:
-        """Begin before the first step; then a collective of the job, which may wait for others."""
+        """Begin before the first step; a collective of the job, which may wait for other jobs."""
         if self._masters is not None:
             return
         undo, loaded = contextlib.ExitStack(), self._loaded
@@ -128,7 +128,7 @@ class SyncFollower(ABC):
         self._catch_up()
 
     def after_step(self, step: int) -> None:
-        """Hold the meetings that are due after a step; the clock counts instead of ``step``."""
+        """Hold the meetings that are due after a step, by ``clock``; ``step`` is ignored."""
         self.progress.clock += 1
         self.progress.unsent = True
         self._catch_up()
@@ -136,8 +136,8 @@ class SyncFollower(ABC):
     def _catch_up(self) -> None:
         """Take the means that are due by the clock, then send the fragment that is due.
 
-        Each is done by all ranks or by none. If one fails, all continue with unchanged weights, and
-        unsent changes go into the next message.
+        All ranks complete each of the two, or none does. If one rank fails, all ranks continue with
+        unchanged weights, and unsent changes go into the next message.
         """
         while True:
             if self.under_way and self.under_way[0].due <= self.clock:
@@ -163,7 +163,7 @@ class SyncFollower(ABC):
 
     @contextlib.contextmanager
     def _as_one(self, what: str) -> Iterator[None]:
-        """Complete the body on all ranks that meet, or change nothing on any of them."""
+        """Run the ``with`` body; if it fails on any rank that meets, undo it on all of them."""
         undo = contextlib.ExitStack()
         with together(self._said(what), undo.close, votes=True, alone=not self._gates):
             undo.callback(self._kept())
@@ -178,13 +178,13 @@ class SyncFollower(ABC):
         return True
 
     def _kept(self) -> Callable[[], object]:
-        """Return a further undo for after a failure, on all ranks; no collective."""
+        """Return a callback that a subclass adds to the undo after a failure; no collective."""
         return bool
 
     def _write_out(self) -> None:
         """Write the computed values into the weights, and have the engine copy them.
 
-        Islands without values to write also call it, since all must pass the same gates.
+        Islands without values to write also call it, since all islands must pass the same gates.
         """
         for low, high, values in self._to_write:
             self.masters.exchange(low, high, values, self._before)
@@ -204,7 +204,7 @@ class SyncFollower(ABC):
     def _put_back(self) -> None:
         """Restore the old values of the weights and of the engine's copies."""
         put_back(self._before)
-        if self._engine_took:  # on all ranks, because a gate precedes it
+        if self._engine_took:  # alike on all ranks, which have passed a gate
             self._engine_takes()
         self._written()
 
@@ -217,7 +217,7 @@ class SyncFollower(ABC):
         """Split the weights, and fetch the common state; does not write the weights."""
 
     def _keeps_gradients(self, met: int) -> None:
-        """Warn once, on the island's first rank, that accumulated gradients predate a meeting."""
+        """Warn once, on the island's first rank, that gradients from before a meeting were kept."""
         island, self._told_kept = self._island(), True
         if island is not None:
             self._say(
@@ -236,12 +236,12 @@ class SyncFollower(ABC):
 
     @abstractmethod
     def _take(self) -> None:
-        """End the first pending meeting; does not write the weights."""
+        """End the oldest pending meeting; does not write the weights."""
 
     def _cut(self, inside: dist.ProcessGroup | None) -> None:
         """Cut this rank's vector into the parts that it sends, starting from the current weights.
 
-        ``inside``: the ranks of the island; None: all of the job.
+        ``inside``: group of the island's ranks; None: all ranks of the job.
         """
         masters, config, outer = self.masters, self.config, self.config.outer
         rule = OuterRule(
@@ -255,9 +255,7 @@ class SyncFollower(ABC):
             self.parts.append(Part(low, high, numel, fragment))
 
     def _write(self, index: int, values: Tensor) -> None:
-        """Queue this rank's part for writing; if all ranks hold the vector, also the others'
-        parts.
-        """
+        """Queue this rank's part for writing; of replicated weights also other ranks' parts."""
         whole = bounds(self.masters.numel, len(self.parts), index)
         found = self.masters.gathered(self.parts[index], values, whole, self._inside)
         self._to_write.append(found)
@@ -265,8 +263,9 @@ class SyncFollower(ABC):
     def _fall_back(self, is_own: bool) -> None:
         """Restore every fragment to the weights that all islands last agreed on.
 
-        A single restored fragment would be spoiled by the others in the next step. ``is_own``:
-        whether this rank's island falls back; the other islands only pass the same gates.
+        If only one fragment were restored, the other fragments would spoil it in the next step.
+        ``is_own``: whether this rank's island falls back; the other islands only pass the same
+        gates.
         """
         for index in range(len(self.parts)):
             if is_own:
@@ -275,7 +274,7 @@ class SyncFollower(ABC):
                 gate()
 
     def overflowed(self, loss_scale: float | None) -> str | None:
-        """Return whose step was skipped for an overflow, on the island's first rank.
+        """Return, on the island's first rank, a sentence on its step that overflowed.
 
         ``loss_scale``: loss scale of the next step; None: unknown.
         """
@@ -290,7 +289,7 @@ class SyncFollower(ABC):
 
     @abstractmethod
     def _island(self) -> str | None:
-        """Return the name of this rank's island on its first rank; None on the others."""
+        """Return the island's name on its first rank; None on its other ranks."""
 
     def after_skip(self) -> None:
         """Count a step that was skipped for an overflow."""
@@ -313,7 +312,7 @@ class SyncFollower(ABC):
         write(folder, self.state())
 
     def read(self, folder: Path) -> Sequence[Mapping[str, Any]]:
-        """Return this rank's share of the states in ``folder``, checked (``stored.read``)."""
+        """Read and check this rank's entries of the states in ``folder`` (``stored.read``)."""
         return read(folder)
 
     def check(self, entry: Mapping[str, Any]) -> None:

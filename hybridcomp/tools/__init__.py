@@ -1,1 +1,1 @@
-"""Offline tools: what a user runs beside a job, and what no job imports."""
+"""Offline tools, which a user runs outside of jobs, and which no job imports."""

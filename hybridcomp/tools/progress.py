@@ -36,7 +36,7 @@ class ProgressDisplay:
         Args:
             parts: number of parts of the work.
             say: prints a line, where there is no bar.
-            least_s: seconds that pass before a line, for what may be done before that.
+            least_s: least seconds before each line, so that short work prints none.
         """
         self._parts, self._say, self._least_s = parts, say, least_s
         self._start = self._told = time.monotonic()
@@ -92,7 +92,7 @@ class ProgressDisplay:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def skip(self) -> None:
-        """Leave a part out of the speed, since it was done before."""
+        """Leave a part out of the estimated speed, since an earlier run has done it."""
         self._skipped += 1
 
     def left(self, done: float) -> float | None:

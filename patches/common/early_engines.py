@@ -54,7 +54,7 @@ def check(armed: frozenset[str], block: CompressionConfig | None, *, new: bool) 
 
     Args:
         armed: packages whose patches are in place already, so that their objects were seen.
-        block: of this process, if it has one; a DeepSpeed engine may have another.
+        block: the process's block, if any; a DeepSpeed engine may have its own.
         new: whether ``block`` is new: objects that were seen without one are late as well.
     """
     for kind in CLASSES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a family, behind the prefix of a layer of experts and without ``.weight``.
+    """A family's parameter names, without the prefix of a layer and without ``.weight``.
 
     Attributes:
         layer: the layer of experts itself.

@@ -18,7 +18,7 @@ Beat = Callable[[], object]
 def on_first(work: Callable[[Beat], T], what: str) -> T:
     """Return on every rank what ``work`` returns on rank 0; every rank calls this.
 
-    Raises CheckpointError on every rank where it fails, PeerError where a rank is gone.
+    Raises CheckpointError on every rank if ``work`` fails, PeerError if a rank is gone.
     """
     result, problem = None, None
     if dist.get_rank() == 0:

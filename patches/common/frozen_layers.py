@@ -47,9 +47,9 @@ class Adapter(Protocol):
 
     Attributes:
         named: the parameters of this rank, by name.
-        part: index of this rank's part of the model; its ranks name the same parameters.
+        part: index of this rank's part of the model; ranks of one part use the same names.
         ranks: global ranks that call ``freeze`` together; None: all.
-        channels: the engine's; None: it sends natively.
+        channels: the engine's channels; None: the engine sends natively.
     """
 
     named: Mapping[str, Tensor]
@@ -69,7 +69,7 @@ class Adapter(Protocol):
     def apply(self, frozen: Frozen) -> None:
         """Make the engine skip the frozen parameters, whose ``requires_grad`` is set already.
 
-        No collective. If another rank has failed, it is called again after all has been restored.
+        Calls no collective. If another rank fails, the caller restores all and calls this again.
         """
 
 

@@ -34,10 +34,10 @@ def start(session: EngineSession, make: Callable[[], Masters], ranks: Ranks, tod
     """Start meetings after the steps of ``session``, if its block asks for them.
 
     Args:
-        session: the engine's.
-        make: returns what this rank's optimizer changes, before the first step.
-        ranks: those over which the engine averages gradients.
-        todo: advice for the user if these are not the island.
+        session: the engine's session.
+        make: returns the weights that this rank's optimizer changes; called before the first step.
+        ranks: ranks over which the engine averages gradients.
+        todo: advice for the user if ``ranks`` are not those of the island.
     """
     config = session.channels.config
     if config.sync.jobs is not None:

@@ -28,7 +28,7 @@ BASE = ".base_layer."
 def adapted(weights: EngineWeights, way: str | None) -> EngineWeights:
     """Return the ``weights`` of a PEFT model in one of the forms WAYS; None: unchanged.
 
-    "adapters": only these, under the names of PEFT's checkpoints. "merged": each matrix with its
+    "adapters": only the adapters, named as in PEFT's checkpoints. "merged": each matrix with its
     adapter added by the operations of PEFT's ``merge_adapter``. Raises ConfigError if the model has
     no adapter or several, or if its layers do not fit the way.
     """

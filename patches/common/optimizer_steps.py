@@ -28,7 +28,7 @@ Hook = Callable[[Optimizer, Any, Any], None]
 def register(before: Hook | None, after: Hook) -> list[Any]:
     """Call ``before`` and ``after`` around the steps of all optimizers, compiled steps too.
 
-    Returns handles, whose ``remove`` ends that.
+    Returns handles; their ``remove`` ends the calls.
     """
     disable: Any = torch.compiler.disable  # the hooks are no part of a compiled step
     hooks = [register_optimizer_step_post_hook(disable(after))]

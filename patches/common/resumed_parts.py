@@ -1,4 +1,4 @@
-"""Resume the sampler and the learning rate, and print it, alike under every engine."""
+"""Resume the sampler and the learning rate, and print what is resumed, for every engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.log import say
 
 KEY = "hybridcomp.resume"
 WHAT = "resuming a checkpoint"
-#: torch writes it last
+#: index file of a checkpoint, which torch writes last
 INDEX = ".metadata"
 
 

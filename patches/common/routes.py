@@ -25,7 +25,7 @@ from hybridcomp.session.process import current
 class Sender:
     """The owner of the collectives that are being called, and the direction of their messages.
 
-    ``channels``: those of the layer's engine; None: it has no block, or is unknown.
+    ``channels``: those of the layer's engine; None: that engine has no block, or is unknown.
     """
 
     channels: Channels | None
@@ -50,7 +50,7 @@ def direction() -> Direction:
 
 @around
 def make_backward(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Mark the messages of a backward method as ``backward``, and as its layer's."""
+    """Mark the messages of a backward method as ``backward`` and as those of its layer."""
     channels = getattr(args[0], OWNER, None) if args else None
     with SENDER.inside(Sender(channels, "backward")):
         return original(*args, **kwargs)

@@ -47,7 +47,7 @@ class SteppedParts:
             self._flats.setdefault(id(fragment.flat), []).append(fragment)
         for held in self._flats.values():
             held.sort(key=lambda one: one.start)
-        # parameter groups, and the tensors that they had
+        # parameter groups whose tensors are replaced for a step, and their own tensors
         self._lent: list[tuple[dict[str, Any], list[Any]]] = []
         self._parts: list[tuple[Tensor, list[Tensor]]] = []
         self._kept: list[tuple[Tensor, Tensor]] = []  # views used in a first step, and their values

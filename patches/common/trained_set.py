@@ -1,7 +1,7 @@
 """Compare, before every optimizer step, which parameters require gradients.
 
-An optimizer is built for the parameters that require gradients then. If one stops or begins later,
-its treatment depends on the engine, and no engine prints a message.
+An optimizer is built for the parameters that require gradients at that time. If a parameter stops
+or begins to require them later, its treatment depends on the engine, and no engine prints it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TrainedSet:
     """The parameters of a model, and which of them required gradients at the last check.
 
     Attributes:
-        first: names of those that required gradients at the first check.
+        first: names of the parameters that required gradients at the first check.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -13,8 +13,7 @@ from hybridcomp.patches.common.parameter_names import named_once
 
 
 class KnownParameters:
-    """The parameters of a model at one time, held weakly; a call compares the present ones with
-    them.
+    """Holds a model's parameters weakly; a call checks that the model still has the same ones.
 
     ``half()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(assign=True)`` and
     quantizers replace parameters, and the new ones would not be published.

@@ -2,8 +2,8 @@
 
 The seam is ``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``, because scripts import
 ``initialize`` by name, and PipelineEngine, HybridEngine and DualPipeV all call this constructor,
-which gets the parsed config before any gradient hook exists. It is ``_take_model_step`` and not
-``step``, because the pipeline engine calls only the former.
+which gets the parsed config before any gradient hook exists. The seam of steps is
+``_take_model_step`` and not ``step``, because the pipeline engine calls only the former.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def _write(engine: Any, events: list[Event], step: int) -> None:
 def make_destroy(original: Any, self: Any) -> None:
     """Close a destroyed engine's session, stop sharing its channels, and free its residuals.
 
-    Until then DeepSpeed's hooks keep an engine alive, at stage 3 even afterwards.
+    DeepSpeed's hooks keep an engine alive until it is destroyed, at stage 3 even afterwards.
     """
     original(self)
     close(self)

@@ -76,8 +76,8 @@ class ExpertLayers:
     def of(self, name: str, shape: tuple[int, ...], is_expert: bool) -> list[CheckpointTensor]:
         """Return the checkpoint tensors that a parameter of ``shape`` holds on this rank.
 
-        ``is_expert``: whether its values differ between ranks. Raises ConfigError if it is unknown
-        which of a layer's experts it is.
+        ``is_expert``: whether its values differ between ranks. Raises ConfigError if the name does
+        not show which of a layer's experts the parameter is.
         """
         for layer in self._layers:
             inside = name.removeprefix(layer.before)

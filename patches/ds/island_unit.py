@@ -30,7 +30,7 @@ from hybridcomp.sync.master_weights import in_memory, piece_of
 KEY = "compression.sync"
 #: attribute of an engine: its unit, with the islands of its job
 ATTRIBUTE = "_hybridcomp_island_unit"
-#: how DeepSpeed's optimizers keep fp32 weights: attribute, and whether ranks share them
+#: attributes in which DeepSpeed's optimizers keep fp32 weights, and whether these are replicated
 _KEPT = (
     ("single_partition_of_fp32_groups", False),  # stages 1 and 2
     ("fp32_groups_flat_partition", False),  # BF16_Optimizer

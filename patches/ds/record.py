@@ -1,7 +1,7 @@
 """Record loss, speed and identity of a DeepSpeed run as JSON lines, with or without a block.
 
-``HYBRIDCOMP_RECORD=FILE`` asks for it; ``hybridcomp compare --launch`` sets it, so that scripts
-that log nothing can be compared. Only the engine's own methods are wrapped, not those of the class.
+``HYBRIDCOMP_RECORD=FILE`` requests this; ``hybridcomp compare --launch`` sets it, so that scripts
+that log nothing can be compared. Only this engine object's methods are wrapped, not its class's.
 Reading the loss waits for the device once per step.
 
 Two runs are comparable if their inputs have equal fingerprints: shapes and first values of the

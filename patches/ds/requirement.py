@@ -1,6 +1,6 @@
 """State the releases of DeepSpeed that these seams fit; a seam states only differences.
 
-``docs/contributing/release.md`` says how to raise it.
+``docs/contributing/release.md`` says how to raise this requirement.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hybridcomp.generation import Sampling, answer
 from hybridcomp.job.together import together
 from hybridcomp.patches.ds.generation import stage_of
 
-#: bits of a seed below the call's number, and bits below the replica's
+#: in a seed: the bit position of the call's number, and that of the replica's number
 CALLS, REPLICAS = 16, 40
 
 
@@ -32,7 +32,7 @@ class StagesRollout(RolloutEngine):  # type: ignore[misc]
         self.engine, self.tokenizer, self._seed, self._calls = engine, tokenizer, seed, 0
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """Answer left-padded prompts (B, T); every rank calls it, those of a replica alike.
+        """Answer left-padded prompts (B, T); all ranks of a replica pass the same.
 
         Returns B x ``n_samples_per_prompt`` rows of T + ``max_new_tokens`` tokens, as DeepSpeed's
         own engine does: padded after the first EOS. Raises like ``hybridcomp.generate``.

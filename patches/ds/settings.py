@@ -77,8 +77,8 @@ def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
 def _parsed(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Parse all of ``settings`` as ``DeepSpeedConfig`` does.
 
-    Without torch.distributed it assumes one rank, so the world size is set to the one that the
-    batch sizes imply.
+    Without torch.distributed ``DeepSpeedConfig`` assumes one rank, so the world size is computed
+    from the batch sizes.
     """
 
     class File(owner.DeepSpeedConfig):  # type: ignore[misc]
@@ -95,13 +95,13 @@ def _parsed(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
             if self.is_sized:
                 super()._do_sanity_check()
 
-    # values that it computes are for one rank
+    # replaces batch sizes that DeepSpeed computed for one rank
     written = {name: settings.get(name) for name in KEYS}
     return {**of_config(File(settings)), **written}
 
 
 def _refusal(owner: Any, settings: dict[str, Any], error: Exception) -> ConfigError:
-    """Return the error of DeepSpeed's parser as one of ours, naming the key."""
+    """Convert an error of DeepSpeed's parser to a ConfigError that names the key."""
     key, found = _key(owner, settings, error)
     version = metadata.version("deepspeed")
     return ConfigError(
@@ -118,7 +118,7 @@ def _words(error: Exception) -> str:
 def _key(owner: Any, settings: dict[str, Any], error: Exception) -> tuple[str, Any]:
     """Return the dotted key that DeepSpeed rejects, and its value.
 
-    It is the key that is also rejected alone; DeepSpeed's errors seldom name it.
+    DeepSpeed's errors seldom name the key, so each key is parsed alone to find it.
     """
     words = _words(error)
     name = next(

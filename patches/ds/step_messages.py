@@ -37,12 +37,12 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
         found: dict[Dimension, StepTraffic] = {"dp": StepTraffic(reduced, "scatter")}
         channels = channels_of(engine)
         if channels is not None and channels.config.zero.keeps_copy:
-            # once a step; DeepSpeed's own copy serves the backward pass, too
+            # gathered once a step; DeepSpeed's own copy serves the backward pass
             passes, together = buckets(fetched, BUCKET_NUMEL), False
         else:
             passes, together = buckets(fetched, int(engine.zero_prefetch_bucket_size())), True
             if sum(numels) > engine.zero_max_reuse_distance():
-                passes *= 2  # parameters are not kept from the forward to the backward pass
+                passes *= 2  # gathered again in the backward pass
         return {**found, "zero": StepTraffic(passes, "gather", together)} if passes else found
     groups = tuple(flat.numel() for flat, *_ in flat_groups(engine.optimizer))
     gathers: dict[Dimension, StepTraffic] = (
@@ -55,9 +55,9 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
 
 
 def note_tied(engine: Any, session: EngineSession) -> None:
-    """Record the sums of weights tied between pipeline stages, for their memory.
+    """Record the sums of tied weights between pipeline stages, to count their memory.
 
-    They have other residuals than the data-parallel sums (``tied_weights``).
+    These sums and the data-parallel ones have separate residuals (``tied_weights``).
     """
     channels = session.channels
     if not getattr(engine.module, "tied_comms", None):
@@ -72,9 +72,9 @@ def note_tied(engine: Any, session: EngineSession) -> None:
 def watch(engine: Any, session: EngineSession) -> None:
     """Call ``session.begin_step`` in training forward passes, as long as it may compare steps.
 
-    It uses a forward pre-hook, the only place that runs in all engines, pipelines included, before
-    a step communicates. A pass in eval mode may be a validation: if a module trains in eval mode,
-    its steps begin where the previous one ended.
+    This is a forward pre-hook, the only place that runs in all engines, pipelines included, before
+    a step communicates. A pass in eval mode may be a validation, so it is not counted as a
+    start: if a module trains in eval mode, a step begins where the previous one ended.
     """
     if not session.channels.config.measured():
         return

@@ -35,7 +35,7 @@ IGNORED = (
 
 
 def watch(engine: Any, session: EngineSession) -> None:
-    """Check before every step of ``engine``, on the first of the ranks that hold its parameters."""
+    """Check before every step of ``engine``, on the first rank of each pipeline stage."""
     if dist.get_rank(engine.seq_data_parallel_group) or tensor_rank(engine.mpu):
         return
     named = [(getattr(p, NAME), p) for p in engine.module.parameters()]
@@ -44,7 +44,7 @@ def watch(engine: Any, session: EngineSession) -> None:
 
 
 class _Engine(TrainedFollower):
-    """A follower that holds its engine weakly: the process keeps sessions."""
+    """A follower that holds its engine weakly, since the process keeps sessions alive."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)

@@ -1,9 +1,9 @@
 """List the ranges of weights that this rank of a DeepSpeed engine holds, for publishing.
 
 Stages 0 to 2 hold the module's 16-bit parameters whole on every rank, stage 3 a range of each
-(``ds_tensor``, padded at its end). Of experts each rank holds its own (``expert_weights``). It
-reads the weights that the module computes with: after lossy gathers of stages 1 and 2 these are the
-decoded weights.
+(``ds_tensor``, padded at its end). Each rank holds only its own experts
+(``expert_weights``). The weights read are those that the module computes with: after lossy gathers
+of stages 1 and 2, the decoded weights.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _is_on_disk(parameter: Any) -> bool:
 
 
 def _whole(name: str, parameter: Any, begin: int, numel: int) -> Held:
-    """Return ``numel`` values of a parameter from ``begin`` on, which make up ``name``."""
+    """Return the weight ``name``: ``numel`` values of a whole parameter from ``begin`` on."""
     whole = numel == parameter.numel()
     living = _Living(parameter, begin, begin + numel)
     return Held(WeightRange(name, 0, numel), living.whole if whole else living.some)
@@ -104,7 +104,7 @@ def _whole(name: str, parameter: Any, begin: int, numel: int) -> Held:
 def _range_of(name: str, parameter: Any, begin: int, numel: int) -> Held:
     """Return this rank's range of ``name``, which is all or part of a stage-3 parameter.
 
-    The padding behind the parameter's end is left out.
+    The padding after the parameter's end is left out.
     """
     size = int(parameter.ds_tensor.ds_numel)
     start = min(dist.get_rank(parameter.ds_process_group) * size, int(parameter.ds_numel))

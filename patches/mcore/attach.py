@@ -1,9 +1,9 @@
 """Start the session of a megatron-core job, and follow its optimizer steps: islands meet.
 
-Megatron has no engine object, so it uses the session of the process (``process``). The session
+Megatron has no engine object, so its job uses the session of the process (``process``). The session
 starts in ``initialize_model_parallel``, which every rank calls after torch.distributed is
 initialized and before the first message. Steps are counted in the concrete ``step`` methods, since
-``MegatronOptimizer.step`` is abstract; they call each other, so only the outermost counts.
+``MegatronOptimizer.step`` is abstract; these call each other, so only the outermost call counts.
 ``load_state_dict`` is wrapped only to notice a restart: the user calls ``hybridcomp.load_state``.
 ``torch_steps`` handles jobs that use only an optimizer of torch.
 """
@@ -73,7 +73,7 @@ LACKS_STATE = (
 )
 
 
-#: whether the outermost step is running, or its zero_grad
+#: whether an outermost ``step`` or ``zero_grad`` is running
 _STEPPING: Scope[bool] = Scope("mcore_step", False)
 
 
@@ -94,9 +94,9 @@ def _start() -> None:
     hold_to_plan(session.channels.config, groups.layout())
     device = session.device
     hold_to_machines(session.channels.config, lambda: machines(device_name(device)))
-    if not islands.cuts(session):  # otherwise the groups are made later
+    if not islands.cuts(session):  # with islands the groups are made later
         session.place(groups.data_parallel())
-        # gradients are fp32 or bf16, not known yet: what pays for bf16 pays for fp32
+        # gradients may be fp32 or bf16, not known yet: codecs that pay for bf16 pay for fp32
         session.measure(groups.replicas(), torch.bfloat16)
 
 
@@ -109,7 +109,7 @@ def make_step(original: Any, self: Any) -> Any:
     torch_steps.leave(session)
     channels = session.channels
     feedback = any(channel.error_feedback for channel in channels)
-    if feedback:  # otherwise no residual depends on it, and reading it may wait for a GPU
+    if feedback:  # only residuals depend on the scale, and reading it may wait for a GPU
         session.loss_scale = loss_scale(self)
     has_islands = islands.stepping(session, self)
     session.before_step()

@@ -38,7 +38,7 @@ def check(
 ) -> None:
     """Check the block against one model chunk; see ``rules.engine.hold``. Rank 0 prints messages.
 
-    Codecs of the preset that the model cannot take are left out of ``channels``.
+    Codecs that only the preset chose, and that the model cannot use, are removed from ``channels``.
 
     ``groups``: a ProcessGroupCollection that the user gave the wrapper. Raises ConfigError for the
     first dimension that cannot act.

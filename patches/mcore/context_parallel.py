@@ -93,10 +93,10 @@ def make_forward(
         if given.get(name) is not None:
             _refuse(name, type(given[name]).__name__, "leave it out")
     query, key, value = (values.permute(1, 2, 0, 3) for values in (query, key, value))
-    # apply_query_key_layer_scaling divides by the layer's number, and multiplies the scores
+    # apply_query_key_layer_scaling divides one factor by the layer's number, multiplies the other
     scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
     causal = self.attn_mask_type.name == "causal"
-    # zigzag layout, the default: Megatron cuts every batch like this, whatever its mask
+    # zigzag layout, the default: Megatron cuts every batch so, whatever the mask
     out = ring_attention(query, key, value, _group(self), causal=causal, scale=scale)
     return out.permute(2, 0, 1, 3).flatten(2)
 

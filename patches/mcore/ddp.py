@@ -2,14 +2,14 @@
 
 ``start_grad_sync`` and ``start_param_sync`` are not replaced, because their work before they
 communicate (scaling, NaN checks, copies of higher-precision gradients) changes with every release.
-They open torch's ``_coalescing_manager`` and call three collectives inside it. That manager is
-upstream's handle, and would drop the handle of a collective that it does not know: training would
-go on before the gradients have arrived. So the seam replaces the manager along with the
-collectives: it collects the calls, runs the native ones in torch's manager and the others after
-them, and its ``wait()`` waits for all of them.
+They open torch's ``_coalescing_manager`` and call three collectives inside it. The manager is
+the handle on which upstream waits, and it drops handles of collectives that torch does not know:
+training would go on before the gradients have arrived. So the seam replaces the manager along with
+the collectives. Our manager collects the calls, runs native ones in torch's manager and then the
+encoded ones, and its ``wait()`` waits for all of them.
 
 A custom ``dist_reduce_scatter_func`` (``reduce_scatter_with_fp32_accumulation``) would bypass the
-seams; ``check`` refuses it. A compressed reduction sums in fp32 anyway, as it does.
+seams; ``check`` refuses it. Compressed reductions sum in fp32 anyway, like that function.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _name(chunk: int, name: str, parameter: Tensor) -> str:
 
 
 def _common(named: Mapping[str, Tensor]) -> frozenset[str]:
-    """Return the names of vectors that all tensor ranks hold and each reduces separately.
+    """Return the names of vectors that every tensor rank holds and reduces on its own.
 
     Norms under sequence parallelism are left out: upstream sums their gradients over the tensor
     ranks later.
@@ -152,7 +152,7 @@ def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
         if not first or first[0]() is None:
             first[:] = [weakref.ref(self)]
         if first[0]() is self and backward_pass() == NO_PASS and (found := current()) is not None:
-            found.note_pass()  # all gradients are reduced after the passes of a step
+            found.note_pass()  # all reductions run after the step's passes
         with _GROUP.inside(self):
             original(self, *args, **kwargs)
 
@@ -231,9 +231,9 @@ def make_all_gather_into_tensor(
 
 @around
 def make_chained_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Check the block against a layer-wise optimizer, which gathers weights itself; count that.
+    """Check the block against a layer-wise optimizer, and count the weights that it gathers itself.
 
-    It derives from ChainedOptimizer. From 0.18 on it may gather whole buffers, which are encoded.
+    That optimizer is a ChainedOptimizer; from 0.18 on it may gather whole buffers, which we encode.
     """
     original(self, *args, **kwargs)
     gather, channels = getattr(self, "allgather_params", None), current()

@@ -26,7 +26,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 @dataclass
 class CollectedCall:
-    """A collective that upstream has called; ``op``: its sum, average or other reduction."""
+    """A collective that upstream has called; ``op``: the reduction, for example a sum."""
 
     kind: Kind
     native: Callable[[], Any]
@@ -39,7 +39,7 @@ class CollectedCall:
 class BucketBatch:
     """The collectives of one coalescing manager; the batch is their handle.
 
-    ``bucket_group``: the upstream object that called, if known: it has the parameters of buffers.
+    ``bucket_group``: the calling upstream object, if known; it knows the parameters in a buffer.
     """
 
     group: dist.ProcessGroup
@@ -51,7 +51,7 @@ class BucketBatch:
     def launch(self, manager: Callable[..., Any], device: torch.device | None) -> None:
         """Start all collectives; without ``async_ops`` also finish them.
 
-        1 start those that have a codec, 2 have upstream start the others together.
+        1 start collectives with a codec, 2 have upstream start the rest in one batch.
         """
         native: list[Callable[[], Any]] = []
         for call in self.calls:

@@ -17,7 +17,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.expert_names import MIXTRAL, QWEN_MOE, ExpertNames
 from hybridcomp.patches.mcore.weight_parts import KEY, WeightPart
 
-#: how Megatron's names of a layer of experts begin, behind the layer's prefix
+#: how Megatron's names in a layer of experts begin, after the layer's prefix
 STEMS = ("mlp.router", "mlp.experts.", "mlp.shared_experts")
 
 
@@ -56,9 +56,10 @@ def translate(
 
     Args:
         before: Hugging Face's prefix of the layer.
-        inside, kind: Megatron's name behind its own prefix, as ``mlp.router`` and ``weight``.
+        inside: Megatron's name after its prefix of the layer, such as ``mlp.router``.
+        kind: the end of Megatron's name, such as ``weight``.
 
-    Raises ConfigError on a part that no family has.
+    Raises ConfigError on a part that no known family has.
     """
     if (inside, kind) == ("mlp.router", "weight"):
         yield replace(part, name=f"{before}{names.router}.weight")

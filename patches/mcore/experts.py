@@ -24,7 +24,7 @@ BACKWARD = Seam(
     parameters=("ctx", "grad_output"),
 )
 
-#: the messages of ``mappings`` over a group of experts
+#: the all-to-alls of ``mappings`` over expert-parallel groups
 TOKENS = Layers(lambda group: dimension_of(group, "ep"))
 
 COVERS = ("ep",)

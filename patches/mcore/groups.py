@@ -29,8 +29,8 @@ PARTIAL = (
 def dimension_of(group: dist.ProcessGroup | None, default: Dimension) -> Dimension | None:
     """Return the dimension of the messages on ``group``.
 
-    None for any other group: upstream sends token counts and losses over mixed groups, which stay
-    exact. ``default`` where a job makes its groups without parallel_state.
+    Returns None for other groups, over which upstream sends token counts and losses: these stay
+    exact. Returns ``default`` if the job makes its groups without parallel_state.
     """
     from megatron.core import parallel_state
 
@@ -64,7 +64,7 @@ def sizes(given: Any = None) -> dict[Dimension, int]:
 
 
 def layout() -> dict[str, int | None]:
-    """Return the layout of this job, by the names of a plan (``config.planned``)."""
+    """Return the layout of this job under the names that a plan uses (``config.planned``)."""
     known = sizes()
     names = {"tensor": "tp", "stages": "pp", "expert": "ep", "context": "cp"}
     facts: dict[str, int | None] = {name: known.get(key) for name, key in names.items()}  # type: ignore[call-overload]
@@ -82,7 +82,7 @@ def data_parallel() -> set[tuple[int, ...]]:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_data_parallel_group(with_context_parallel=False),
     ]
-    # for experts, and instances of the distributed optimizer: not in every release or job
+    # groups of experts and of optimizer instances, which not every release or job has
     for name in ("_EXPERT_DATA_PARALLEL_GROUP", *PARTIAL):
         found.append(getattr(parallel_state, name, None))
     return {tuple(dist.get_process_group_ranks(group)) for group in found if group is not None}

@@ -26,7 +26,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Family:
-    """Names of one architecture: outside of layers, and in layers behind a prefix.
+    """Names of one architecture: outside of layers, and in layers after a prefix.
 
     Attributes:
         outside, inside: Megatron's name without ``.weight`` or ``.bias`` -> Hugging Face's.
@@ -84,8 +84,10 @@ class HuggingFaceNames:
 
     Attributes:
         family: the names.
-        heads: heads of the queries; ``groups``: of keys and values; ``width``: values of a head.
-        experts: names of the experts, None without them.
+        heads: number of query heads.
+        groups: number of key and value heads.
+        width: values of a head.
+        experts: names of the experts; None: the model has no experts.
     """
 
     family: Family
@@ -96,7 +98,7 @@ class HuggingFaceNames:
 
     @classmethod
     def of(cls, module: Any) -> HuggingFaceNames:
-        """Return the names of a model of megatron-core. Raises ConfigError on unknown ones."""
+        """Return the names for a megatron-core model. Raises ConfigError on an unknown family."""
         config = module.config
         positions = getattr(module, "position_embedding_type", None)
         gated = bool(config.gated_linear_unit)
@@ -122,7 +124,7 @@ class HuggingFaceNames:
         return cls(family, heads, groups, width, expert_parts.names_of(config))
 
     def translate(self, part: WeightPart) -> Iterator[WeightPart]:
-        """Yield ``part`` under Hugging Face's names, maybe as several parts. Raises ConfigError."""
+        """Yield ``part``, split if needed, under Hugging Face's names. Raises ConfigError."""
         stem, _, kind = part.name.rpartition(".")
         if kind.startswith("layer_norm_"):  # from a fused layer of Transformer Engine
             stem, kind = f"{stem}.layer_norm", kind.removeprefix("layer_norm_")
@@ -162,7 +164,7 @@ class HuggingFaceNames:
         names = [f"{before}{name}.{kind}" for name in self.family.qkv]
         sizes = [self.heads * self.width, self.groups * self.width, self.groups * self.width]
         starts = [0, 0, 0]
-        if names[0] == names[1]:  # one tensor: queries, keys, values one behind the other
+        if names[0] == names[1]:  # one tensor: all queries, then all keys, then all values
             starts, sizes = [0, sizes[0], sizes[0] + sizes[1]], [sum(sizes)] * 3
         for group in range(low // unit, high // unit):
             at = group * unit - low

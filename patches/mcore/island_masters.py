@@ -1,9 +1,9 @@
 """State which weights megatron-core's optimizers change on this rank, for ``sync``.
 
-The distributed optimizer keeps fp32 shards; the others keep all weights of the rank, as every rank
-of the data-parallel group does. The first tensor rank sends the vectors that tensor ranks have in
-common, such as norms, and then copies the result to the others: with a lossy codec each of them
-would decode other values.
+The distributed optimizer keeps fp32 shards; other optimizers keep all weights of the rank, equal on
+all ranks of the data-parallel group. Vectors that all tensor ranks hold, such as norms, are
+sent by the first tensor rank alone, which then copies the result to the other tensor ranks: with a
+lossy codec these would decode different values.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _KEPT = {
         ("float16_groups", "fp32_from_float16_groups"),
         ("fp32_from_fp32_groups", "fp32_from_fp32_groups"),
     ),
-    "FP32Optimizer": (),  # its param_groups hold them
+    "FP32Optimizer": (),  # its param_groups hold the fp32 tensors
 }
-#: settings of an optimizer that keep weights elsewhere, or gather them inside its step
+#: settings by which an optimizer keeps weights elsewhere, or gathers weights inside its step
 _ELSEWHERE = (
     "optimizer_cpu_offload",
     "use_precision_aware_optimizer",
@@ -52,11 +52,11 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True, eq=False)
 class MasterPiece:
-    """An fp32 tensor of an optimizer, or this rank's shard of it.
+    """An fp32 tensor of an optimizer: a whole weight, or this rank's shard of one.
 
     Attributes:
-        parameter: the model's parameter that it belongs to.
-        values: what the optimizer changes.
+        parameter: the model's parameter of which ``values`` are the fp32 weights.
+        values: the tensor that the optimizer changes.
         start: where the shard begins in the parameter.
     """
 
@@ -71,12 +71,12 @@ class MasterPiece:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether the parameter belongs to an expert, with groups of its own."""
+        """Return whether the parameter belongs to an expert; experts have separate groups."""
         return not getattr(self.parameter, "allreduce", True)
 
     @property
     def is_cut(self) -> bool:
-        """Return whether tensor ranks hold a part of the parameter each."""
+        """Return whether the parameter is sharded over the tensor ranks."""
         return bool(getattr(self.parameter, "tensor_model_parallel", False))
 
 
@@ -186,7 +186,7 @@ def _pieces(leaf: Any) -> Iterator[MasterPiece]:
 
 
 def _check_experts(pieces: Sequence[MasterPiece], wrapper: Any, sharded: bool) -> None:
-    """Refuse experts held by fewer ranks than other weights, if all ranks send equal parts."""
+    """Refuse experts without a distributed optimizer, if they are replicated over other ranks."""
     if sharded or ranks_of(wrapper.expt_dp_group) == ranks_of(wrapper.dp_cp_group):
         return
     if any(piece.is_expert for piece in pieces):
@@ -195,7 +195,7 @@ def _check_experts(pieces: Sequence[MasterPiece], wrapper: Any, sharded: bool) -
 
 
 def _common(pieces: Sequence[MasterPiece]) -> tuple[list[CommonPieces], frozenset[int]]:
-    """Return the pieces that tensor ranks share, and the ids of those that another rank sends."""
+    """Return the pieces equal on all tensor ranks; and the ids of those that another rank sends."""
     found, left = [], set()
     for expert, group in enumerate(_tensor_groups()):
         if group is None or dist.get_world_size(group) < 2:
@@ -209,7 +209,7 @@ def _common(pieces: Sequence[MasterPiece]) -> tuple[list[CommonPieces], frozense
 
 
 def _tensor_groups() -> list[dist.ProcessGroup | None]:
-    """Return the tensor groups of the usual layers and of experts."""
+    """Return the tensor-parallel groups of dense layers and of experts."""
     from megatron.core import parallel_state
 
     getters = ("get_tensor_model_parallel_group", "get_expert_tensor_parallel_group")
@@ -220,7 +220,7 @@ def _tensor_groups() -> list[dist.ProcessGroup | None]:
 def _written(leaves: Sequence[Any], common: Sequence[CommonPieces]) -> None:
     """Copy the optimizers' weights into the model, as the optimizers do in their steps.
 
-    Where gathers overlap the forward pass, the next one gathers them.
+    If gathers overlap the forward pass, the next forward pass gathers the weights.
     """
     for pieces in common:
         pieces.level()

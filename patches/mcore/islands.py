@@ -1,9 +1,10 @@
 """Cut megatron-core's data-parallel groups into islands, and make them meet, for ``sync``.
 
 ``pg_collection``, the argument of DistributedDataParallel and of ``get_megatron_optimizer``, gives
-upstream the groups of an island, inside which gradients, shards and gradient norms then stay.
-Groups of tensor, pipeline, context and expert ranks remain parallel_state's, each inside one
-island; parallel_state itself is unchanged, so that data is distributed over all ranks of the job.
+upstream the groups of an island, so that gradients, shards and gradient norms stay inside it.
+Groups of tensor, pipeline, context and expert ranks remain parallel_state's, and each must lie
+inside one island; parallel_state itself is unchanged, so that data is distributed over all ranks of
+the job.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TODO = (
 )
 #: fields of a ProcessGroupCollection with data-parallel ranks, which islands cut
 CUT = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "tp_dp_cp", "intra_dist_opt")
-#: fields whose groups an island has to hold whole
+#: fields of a ProcessGroupCollection whose groups must each lie inside one island
 WHOLE = {
     "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert",
     "expt_tp": "expert tensor", "embd": "embedding",
@@ -49,10 +50,10 @@ class _Job:
     """A session's record of its Megatron job.
 
     Attributes:
-        source: parallel_state's data-parallel group from which ``collection`` was cut.
+        source: parallel_state's data-parallel group, which was cut for ``collection``.
         collection: the groups of this rank's island.
-        wrapper: the first chunk that was wrapped.
-        optimizer: the outermost one, whose steps are counted.
+        wrapper: the DistributedDataParallel of the first model chunk.
+        optimizer: the outermost optimizer, whose steps are counted.
     """
 
     source: Any = None
@@ -73,7 +74,7 @@ def cuts(session: EngineSession) -> bool:
 def island_pg_collection() -> Any:
     """Return megatron-core's process groups with the data-parallel ones cut into islands.
 
-    A ProcessGroupCollection: give it to DistributedDataParallel and to ``get_megatron_optimizer``
+    Pass this ProcessGroupCollection to DistributedDataParallel and to ``get_megatron_optimizer``
     (with ``use_gloo_process_groups=False``) as ``pg_collection``. Every rank calls it, after
     ``initialize_model_parallel``; a second call returns the same. If islands are jobs of their own,
     the groups are the job's. Raises ConfigError if the process has no block with ``sync``, or if
@@ -138,7 +139,7 @@ def _inside(ranks: Ranks, island: Ranks) -> Ranks:
 
 
 def _cut_groups(islands: Islands, every: list[dict[str, Ranks]]) -> list[Ranks]:
-    """Return the groups to be made, in one order; groups of a whole island exist already."""
+    """Return the groups to be made, in equal order on all ranks, without those of whole islands."""
     found: set[Ranks] = set()
     for row in islands.rows:
         found |= {_inside(every[rank][name], row) for rank in row for name in CUT}
@@ -200,7 +201,7 @@ def _refuse_tied(wrapper: Any) -> None:
 def stepping(session: EngineSession, optimizer: Any) -> bool:
     """Record the optimizer whose step begins; return whether islands meet after it.
 
-    Raises ConfigError where two optimizers of a job step by turns.
+    Raises ConfigError if a job steps two optimizers in turns.
     """
     job = _jobs.get(session)
     if job is None or job.wrapper is None:

@@ -12,12 +12,12 @@ encoded when they are posted, since upstream empties a tensor that was sent, and
 Codecs of variable size: only the sender knows the length, but upstream posts both sides at once and
 in overlapped schedules computes before it waits. Waiting for a size in between could deadlock, as
 another rank may be waiting for this one. So there is one message: a header with the length, then
-the payload, received into room for the longest. gloo delivers a message that is shorter than its
-receive; NCCL does not, and there such a codec is refused.
+the payload, received into a buffer for the longest payload. gloo delivers a message that is shorter
+than its receive; NCCL does not, and there such a codec is refused.
 
 ``"scatter_gather": true`` (Narayanan et al. 2021, section 4.1): without sequence parallelism all
-tensor ranks hold the same message, so each sends its part, and the receivers gather the payloads
-over their tensor group. The ledger counts those bytes as native ones of ``tp``.
+tensor ranks hold the same message, so each sends a part of it, and the receivers all-gather the
+payloads over their tensor group. The ledger counts the all-gathers as native bytes of ``tp``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choose codec and split of a message between two pipeline stages; see ``pipeline``."""
+"""Choose the codec of a pipeline message, and its split over tensor ranks; see ``pipeline``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def post(
 ) -> Posted | None:
     """Return the message of ``tensor`` between two global ranks; None: upstream sends it.
 
-    Without a codec tensor ranks that hold the same tensor still send a part each, unencoded.
+    If tensor ranks hold the same tensor, each sends a part of it, also without a codec.
     """
     channel, sends = channels["pp"], between[0] == dist.get_rank()
     kind = PostSend if sends else PostReceive
@@ -40,7 +40,7 @@ def post(
 
 
 def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.ProcessGroup | None:
-    """Return the group whose ranks hold equal tensors and send a part each; None: no such group."""
+    """Return the tensor group whose ranks each send a part of ``tensor``; None: it is not split."""
     block = channels.config
     if not block.pp.scatter_gather or getattr(config, "sequence_parallel", True):
         return None
@@ -51,7 +51,7 @@ def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.Proce
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        return None  # ``check`` has printed it
+        return None  # ``check`` has printed that nothing is split
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     size = dist.get_world_size(group)
     if size > 1 and tensor.numel() % size:

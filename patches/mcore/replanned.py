@@ -1,8 +1,9 @@
-"""Resume from a checkpoint of megatron.core.dist_checkpointing on other data-parallel ranks.
+"""Resume from a megatron.core.dist_checkpointing checkpoint on another data-parallel size.
 
-Megatron itself reshards weights and the states of its optimizers. hybridcomp's files lie beside
-them, and the sum of residuals over the data-parallel ranks is kept. Names of residuals contain the
-coordinates of tensor, pipeline and expert ranks, so the numbers of these ranks must not change.
+Megatron itself reshards weights and the states of its optimizers. hybridcomp's files lie in the
+same folder, and the sum of residuals over the data-parallel ranks is kept. Names of residuals
+contain the coordinates of tensor, pipeline and expert ranks, so the numbers of these ranks must not
+change.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from hybridcomp.patches.common.resumed_parts import (
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
-#: files of a checkpoint that Megatron writes first and last
+#: the files of a checkpoint that Megatron writes first and last, respectively
 COMMON, LAST = "common.pt", "metadata.json"
 #: how Megatron names the layout of the distributed optimizer's states, in metadata and checkpoints
 SHARDING, SAVED_SHARDING = "distrib_optim_sharding_type", "param_state_sharding_type"
-#: layouts that other data-parallel ranks can load
+#: layouts that another number of data-parallel ranks can load
 RESHARDABLE = ("fully_reshardable", "dp_reshardable")
 SAVE = (
     'save {"model": ..., "optimizer": ..., "sampler": sampler.state_dict(), "iteration": step} '
@@ -48,7 +49,7 @@ SAVE = (
 
 
 def is_here(place: Path) -> bool:
-    """Return whether ``place`` is a checkpoint of Megatron, or a folder of some."""
+    """Return whether ``place`` is a checkpoint of Megatron, or a folder that contains one."""
     return any(map(_is_one, (place, *place.iterdir())))
 
 
@@ -89,7 +90,7 @@ def read(folder: Path) -> SavedJob:
 
 
 def check(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Refuse before any checkpoint is read. Raises ConfigError."""
+    """Raise ConfigError if this job cannot resume, before any checkpoint is read."""
     check_optimizer(optimizer, "Megatron's")
 
 
@@ -147,7 +148,7 @@ def _listed(groups: Mapping[str, int]) -> str:
 
 
 def _sharding(optimizer: Any) -> str | None:
-    """Return the layout of the distributed optimizer's states; None: there is none."""
+    """Return the layout of the distributed optimizer's states; None without such an optimizer."""
     if not isinstance(optimizer, Mapping):
         return None
     found = optimizer.get(SAVED_SHARDING)
@@ -176,7 +177,7 @@ def _sharded(chunks: Sequence[Any], optimizer: Any, job: SavedJob) -> dict[str, 
 
 
 def _check_model(job: SavedJob, wanted: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the checkpoint has other weights."""
+    """Raise CheckpointError if the checkpoint's weights are not those of this model."""
     from megatron.core.dist_checkpointing import ShardedTensor, load_tensors_metadata
 
     parts = [one for name, part in wanted.items() if name != "optimizer" for one in part.values()]

@@ -1,4 +1,4 @@
-"""State which releases of megatron-core and Transformer Engine the seams of this folder fit."""
+"""State the releases of megatron-core and Transformer Engine that this folder's seams fit."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from hybridcomp.session.engine_session import EngineSession
 def tell(session: EngineSession, wrapped: Any) -> None:
     """Record the messages of one model chunk ``wrapped`` in DDP, and log the memory they take.
 
-    Buckets are those of upstream's buffers. Chunks of one rank add up, so the last line holds for
-    all of them.
+    Messages are the buckets of upstream's buffers. The memory of a rank's chunks adds up, so the
+    line logged for the last chunk covers all of them.
     """
     sharded = bool(wrapped.ddp_config.use_distributed_optimizer)
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):

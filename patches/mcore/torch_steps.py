@@ -1,10 +1,10 @@
 """Count steps of torch's own optimizers in a Megatron job, which need not use Megatron's.
 
-It uses torch's hooks, as for FSDP2 and DDP. A step counts if a backward pass has reached a
-parameter of any optimizer since the last one, so several optimizers after one pass are one step.
+Steps are seen by torch's hooks, as for FSDP2 and DDP. A step counts if a backward pass has reached
+a parameter of any optimizer since the last one, so several optimizers after one pass are one step.
 Hooks of parameters detect the pass, not messages: in a pipeline a rank may send nothing in a
-backward pass, and all ranks must count alike. Steps inside of Megatron's optimizers, which hold one
-of torch's, are left to ``attach``.
+backward pass, and all ranks must count alike. ``attach`` counts the steps of Megatron's optimizers,
+each of which wraps one of torch's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridcomp.session.followers import FollowerBase
 
 #: attributes that Megatron's layers, or hybridcomp, set on parameters
 MARKS = (NAME, "tensor_model_parallel", "allreduce")
-#: passes without a step where an optimizer exists that may take one: the job accumulates gradients
+#: backward passes without a step before the message, if an optimizer exists: it may accumulate
 PATIENT = 1024
 NOT_COUNTED = (
     "no optimizer step was seen in {} backward passes, so none is counted, and start_step, ramps, "
@@ -42,13 +42,13 @@ UNWRAPPED = "Megatron's DistributedDataParallel says which weights there are; wr
 
 
 def follow(session: EngineSession) -> None:
-    """Count the steps of torch's optimizers in ``session``, of a Megatron job, until it closes."""
+    """Count the steps of torch's optimizers until ``session``, of a Megatron job, closes."""
     if _of(session) is None:
         session.follow(TorchSteps(session))
 
 
 def leave(session: EngineSession) -> None:
-    """Record that an optimizer of Megatron's steps: from now on only its steps count."""
+    """Record that one of Megatron's optimizers steps: from now on only its steps count."""
     found = _of(session)
     if found is not None:
         found.is_left = True
@@ -64,7 +64,7 @@ class TorchSteps(FollowerBase):
     """Follower of a session that calls ``end_step`` after the steps of torch's optimizers.
 
     Attributes:
-        is_left: whether the job has an optimizer of Megatron's; then only its steps count.
+        is_left: whether the job has an optimizer of Megatron's; then only that one's steps count.
     """
 
     name = "torch steps"
@@ -90,7 +90,7 @@ class TorchSteps(FollowerBase):
     # steps
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Call the followers before the weights change; look for new optimizers first."""
+        """Call the followers before the weights change; the first call looks for optimizers."""
         session = self._session()
         if session is None or self.is_left:
             return
@@ -124,17 +124,17 @@ class TorchSteps(FollowerBase):
     def _look(self) -> None:
         """Watch the existing optimizers; stop if one is Megatron's, which counts the steps itself.
 
-        So an optimizer whose first step follows another's after the same pass adds no step.
+        If two optimizers step after one pass, watching both before makes this one step, not two.
         """
         for optimizer in _living():
             if not isinstance(optimizer, Optimizer):
                 self.is_left = True
                 return
             self._watch(optimizer)
-        self._has_gradients = True  # left by the pass before this step
+        self._has_gradients = True  # the pass before this step left gradients
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` has Megatron's parameters, or no optimizer has any."""
+        """Return whether ``optimizer`` has Megatron's parameters; True until one of them has."""
         marked = any(hasattr(p, mark) for p in _parameters(optimizer) for mark in MARKS)
         self._is_marked |= marked
         return marked or not self._is_marked

@@ -2,9 +2,9 @@
 
 The seam is the global ``torch`` of ``transformer_engine.pytorch.distributed``. Its functions
 ``allreduce``, ``gather_along_first_dim`` and ``reduce_scatter_along_first_dim``, which layers
-import by name, all look ``torch`` up there. Only calls from these three are encoded. Their
-neighbours gather quantized tensors (FP8, NVFP4) with their scales, which must arrive exactly; those
-are counted as native.
+import by name, all look ``torch`` up there. Only calls from these three are encoded. Other
+functions of the module gather quantized tensors (FP8, NVFP4) with their scales, which must arrive
+exactly; their messages are counted as native.
 
 Messages are encoded only while ``Linear``, ``LayerNormLinear`` or ``LayerNormMLP`` runs: their
 autograd functions are marked with the direction. Gathered tensors are inputs (also where the
@@ -52,7 +52,7 @@ from hybridcomp.seams.patching import Seam
 
 PACKAGE = "transformer_engine.pytorch"
 DISTRIBUTED = f"{PACKAGE}.distributed"
-#: the functions of DISTRIBUTED that send unquantized values, and their parameters by release
+#: the functions of DISTRIBUTED that send unquantized values -> their parameters, by release
 FUNCTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "allreduce": (("input_", "tp_group", "async_op"), ("inp", "tp_group", "async_op")),
     "gather_along_first_dim": (
@@ -126,7 +126,7 @@ make_grad_output_preprocess = _GRADIENT.marks(True)
 def plain(make: Maker, layers: Layers, nbytes: Callable[..., int]) -> Maker:
     """Route calls from FUNCTIONS through ``make``; count all others and pass them to upstream.
 
-    ``nbytes``: returns the native bytes of a message by the arguments of ``native_nbytes``.
+    ``nbytes``: returns the native bytes of a message; takes the arguments of ``native_nbytes``.
     """
 
     def make_plain(original: Collective) -> Collective:
@@ -198,7 +198,7 @@ PATCHES: tuple[Entry, ...] = (
         ),
         make_grad_output_preprocess,
     ),
-    # forward has up to 40 parameters, which differ in every release, and none is used
+    # not checked: forward has up to 40 parameters, different in every release; the mark reads none
     *((_seam(f"module.{m}", f"{c}.forward", None), _marked("forward")) for m, c, _ in LAYERS),
     *(
         (_seam(f"module.{m}", f"{c}.backward", names), _marked("backward"))

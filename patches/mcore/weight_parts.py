@@ -24,9 +24,9 @@ class WeightPart:
     values: Tensor
 
     def rows(self, name: str, low: int, high: int, at: int, rows: int) -> WeightPart:
-        """Return rows ``low`` to ``high`` of the block as rows from ``at`` on of another tensor.
+        """Return rows ``[low, high)`` as a block of the tensor ``name``, from its row ``at`` on.
 
-        ``rows``: rows of the other tensor.
+        ``rows``: number of rows of that tensor.
         """
         return WeightPart(
             name, (rows, *self.shape[1:]), (at, *self.offset[1:]),
@@ -34,7 +34,7 @@ class WeightPart:
         )  # fmt: skip
 
     def transposed(self) -> WeightPart:
-        """Return the part of the transposed matrix; a vector as it is."""
+        """Return this block as a block of the transposed matrix; a vector stays as it is."""
         if len(self.shape) == 1:
             return self
         return WeightPart(
@@ -42,7 +42,7 @@ class WeightPart:
         )
 
     def gate_and_up(self, names: tuple[str, str]) -> Iterator[WeightPart]:
-        """Yield the rows of the gate that are here, and those of the up projection, by ``names``.
+        """Yield this block's rows of the gate, then those of the up projection, under ``names``.
 
         The whole tensor has all rows of the gate, then those of the up projection.
         """
@@ -54,7 +54,7 @@ class WeightPart:
                 yield self.rows(name, first - low, last - low, first - which * half, half)
 
     def expert(self) -> tuple[int, WeightPart]:
-        """Return the number of the one expert in this block, and the block of that expert alone."""
+        """Return the number of this block's only expert, and that expert's block."""
         if self.local[0] != 1:
             raise self.refused("expected one expert in each part")
         values = self.values.squeeze(0) if self.values.dim() == len(self.local) else self.values

@@ -1,4 +1,4 @@
-"""State which stretches of the weights this rank holds under megatron-core, for publishing.
+"""List the ranges of weights that this rank holds under megatron-core, for publishing.
 
 Megatron's own ``sharded_state_dict`` gives the global name, shape and offset of every part, with
 layers numbered over all pipeline stages. Only parameters are taken: buffers are no weights.
@@ -30,7 +30,7 @@ from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
 KEY = "publish"
-#: metadata that makes Megatron put the layer's number into names, with a tensor per layer
+#: metadata that makes Megatron name one tensor per layer, with the layer's number
 METADATA = {"non_homogeneous_layers": True}
 #: the wrapped chunks of a session, in the order in which they were made
 _wrapped: weakref.WeakKeyDictionary[EngineSession, list[weakref.ref[Any]]] = (
@@ -50,8 +50,8 @@ def is_engine(engine: Any) -> bool:
 def weights_of(engine: Any) -> EngineWeights:
     """Return the weights of a wrapped model, or of the chunks of a virtual pipeline.
 
-    Raises ConfigError where reading them would change the training. Weights that one rank cannot
-    name or cut are ``refused``.
+    Raises ConfigError if reading the weights would change the training. If a rank cannot name or
+    cut its weights, ``refused`` says so.
     """
     chunks: Sequence[Any] = engine if isinstance(engine, (list, tuple)) else [engine]
     _check(chunks)
@@ -59,7 +59,7 @@ def weights_of(engine: Any) -> EngineWeights:
 
 
 def _ranks() -> Ranks:
-    """Return the ranks that hold the model together: the island's if the job is split."""
+    """Return the ranks that together hold the model: with islands, only this rank's island."""
     session = process.own_session()
     if session is None:
         return tuple(range(dist.get_world_size()))
@@ -111,7 +111,7 @@ def _as_they_are(
 
 
 def _unchanged(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> Callable[[], None]:
-    """Return a function that raises PublishError once the model's parameters use other memory."""
+    """Return a function that raises PublishError if the model's parameters have moved in memory."""
     known = [KnownParameters(chunk.module) for chunk in chunks]
 
     def check() -> None:
@@ -129,7 +129,7 @@ def _unchanged(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> Callable[[
 
 
 def note(session: EngineSession, wrapper: Any) -> None:
-    """Publish ``wrapper``, whose parameters the session has named, if its block says so."""
+    """Publish the weights of ``wrapper``, whose parameters have names, if the block asks for it."""
     known = _wrapped.setdefault(session, [])
     if not known:
         publishing_steps.start(session, functools.partial(_of_living, known))
@@ -170,7 +170,7 @@ def _leaves(found: Any) -> Iterator[Any]:
 
 
 def _check_all_there(module: Any, parts: Sequence[WeightPart]) -> None:
-    """Refuse parameters that Megatron's checkpoints store in another order."""
+    """Refuse parameters whose values ``parts`` lacks, since checkpoints store them reordered."""
     found = {(part.values.data_ptr(), part.values.numel()) for part in parts}
     for name, parameter in module.named_parameters():
         begin, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
@@ -188,7 +188,7 @@ def _overlaps(chunk: Any) -> bool:
 
 
 def _check(chunks: Sequence[Any]) -> None:
-    """Refuse deltas that a repeated gather would add twice, which changes the training."""
+    """Refuse ``delta`` with overlapped gathers: a gather before reading would add deltas twice."""
     channels = process.known()
     if channels is not None and channels["zero"].delta and any(map(_overlaps, chunks)):
         todo = (
@@ -200,7 +200,7 @@ def _check(chunks: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def _gather(chunks: Sequence[Any]) -> None:
-    """Finish the gathers of parameters that would otherwise come with the next forward pass."""
+    """Gather the parameters now that upstream would gather during the next forward pass."""
     for chunk in chunks:
         if _overlaps(chunk):
             chunk.start_param_sync(force_sync=True)

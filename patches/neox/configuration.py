@@ -15,7 +15,7 @@ from hybridcomp.patches.rules import ds_check as ds_config
 from hybridcomp.patches.rules import neox as rules
 from hybridcomp.patches.rules.neox import EXTRA
 
-#: numbers of Python that YAML 1.1 reads as text
+#: numbers in Python's notation that YAML 1.1 reads as text
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 

@@ -24,7 +24,7 @@ def install() -> None:
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     cpu = torch.device("cpu")
     cuda: Any = torch.cuda
-    cuda.device_count = lambda: ranks  # initialize.py: decides whether mpu is set up at all
+    cuda.device_count = lambda: ranks  # initialize.py, which sets mpu up only if this says so
     cuda.set_device = lambda *args, **kwargs: None  # initialize.py
     cuda.current_device = lambda: cpu  # mpu/layers.py, mpu/mappings.py, utils.py
     cuda.synchronize = lambda *args, **kwargs: None  # the timers of utils.py

@@ -1,9 +1,9 @@
 """Write the ledger's figures to GPT-NeoX's W&B run, TensorBoard and Comet.
 
 The seam is ``training_log``, which runs once an iteration, after the engine's step, and gets the
-engine, the writers and GPT-NeoX's iteration number. W&B refuses step numbers that decrease, and a
-DeepSpeed engine's differ after ``finetune``. GPT-NeoX does not enable DeepSpeed's monitors, so
-without this seam the figures would be in the log only.
+engine, the writers and GPT-NeoX's iteration number. The figures need GPT-NeoX's number, since W&B
+refuses decreasing numbers and the DeepSpeed engine's number differs after ``finetune``. GPT-NeoX
+does not enable DeepSpeed's monitors, so without this seam the figures would be in the log only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRAINING_LOG = Seam(
 
 @around
 def make_training_log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Log the figures that the engine reported since the last iteration; rank 0 has some."""
+    """Log the figures that the engine reported since the last iteration, on rank 0."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     result = original(*args, **kwargs)
     session, neox_args = session_of(given["model"]), given["neox_args"]

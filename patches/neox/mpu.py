@@ -1,6 +1,6 @@
 """Tensor-parallel collectives of GPT-NeoX, sequence parallelism and dropless MoE included.
 
-The seam is the global ``torch`` of ``mpu.mappings``, in which ``_reduce`` and its five neighbours
+The seam is the global ``torch`` of ``mpu.mappings``, in which ``_reduce`` and five other functions
 look torch.distributed up: casts (``fp32_allreduce``), bookkeeping and buffers stay upstream's, and
 no upstream code is copied. The public wrappers are no seam: ``transformer.py`` binds them when a
 layer is built. The sources of the six are still checked before anything is replaced (``checkout``).

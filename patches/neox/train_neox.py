@@ -100,7 +100,7 @@ def launch(checkout: Path, arguments: Sequence[str]) -> None:
     except Problem as problem:
         fail(str(problem))
     runner.EXPORT_ENVS.extend(name for name in HANDED_ON if name in os.environ)
-    if importlib.util.find_spec("pybind11") is None:  # for the C++ that its ranks build: no import
+    if importlib.util.find_spec("pybind11") is None:  # ranks build C++ with it
         fail(needs("pybind11", checkout))
     sys.argv = [str(checkout / "deepy.py"), str(FILE), *arguments]
     with told_what_is_missing(checkout, lambda text: print(text, file=sys.stderr)):
@@ -114,7 +114,7 @@ def told_what_is_missing(checkout: Path, tell: Callable[[str], object]) -> Itera
         yield
     except ModuleNotFoundError as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        # frames of the import machinery
+        # leave out frames of the import machinery
         own = [file for file in files if not file.startswith("<frozen ")]
         missing = (error.name or "").partition(".")[0]
         if not missing or checkout not in Path(own[-1]).parents or is_of(missing, checkout):
@@ -124,12 +124,12 @@ def told_what_is_missing(checkout: Path, tell: Callable[[str], object]) -> Itera
 
 
 def is_of(module: str, checkout: Path) -> bool:
-    """Return whether the checkout itself should have the module."""
+    """Return whether ``module`` is part of the checkout, not a package to install."""
     return (checkout / module).exists() or (checkout / f"{module}.py").exists()
 
 
 def needs(module: str, checkout: Path) -> str:
-    """Return what to install for a module, and which requirements file of the checkout names it."""
+    """Return a sentence: what to install for ``module``, and which requirements file lists it."""
     package = PACKAGES.get(module, module)
     name = re.split("[<>=]", package)[0].replace("_", "-")
     listed = [

@@ -14,7 +14,7 @@ from hybridcomp.config.sources import read_source
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules.ds_settings import AUTO, ZERO
 
-#: keys of an Accelerate file: each file has one of the first three, which DeepSpeed does not know
+#: keys of an Accelerate file; DeepSpeed lacks the first three, of which every such file has one
 OWN_KEYS = frozenset({"distributed_type", "compute_environment", "deepspeed_config"})
 SECTION, FILE = "deepspeed_config", "deepspeed_config_file"
 #: keys of the section that Accelerate refuses together with ``deepspeed_config_file``
@@ -35,7 +35,7 @@ def ds_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that Accelerate passes to DeepSpeed, with its own derivations.
 
     Like Accelerate, it resolves ``deepspeed_config_file`` from the working directory. Raises
-    ConfigError for what Accelerate refuses, and for a job without DeepSpeed.
+    ConfigError for settings that Accelerate refuses, and for a job without DeepSpeed.
     """
     kind = whole.get("distributed_type", NOTHING)
     if kind != "DEEPSPEED":
@@ -107,7 +107,7 @@ def _stage(found: Any) -> int:
 
 
 def _with_precision(settings: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Switch the section of ``precision`` on, and replace "auto" in the others."""
+    """Enable fp16 or bf16 by ``precision`` where their sections are missing or say "auto"."""
     on = {"fp16": precision == "fp16", "bf16": precision in ("bf16", "fp8")}
     for name, enabled in on.items():
         written = settings.get(name, {"enabled": enabled})

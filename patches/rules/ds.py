@@ -1,7 +1,8 @@
 """Rules for DeepSpeed's traffic of each dimension: a table over the keys of a ds_config.
 
-From the sources of DeepSpeed 0.19.0 and 0.19.8. What only the model shows (DualPipeV, Domino,
-embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload`` has ``offload``.
+From the sources of DeepSpeed 0.19.0 and 0.19.8. Features that only the model shows
+(DualPipeV, Domino, embeddings with sparse gradients, FPDT) have no rules here. The rules of
+dimension ``offload`` are in ``ds_offload``.
 """
 
 from __future__ import annotations
@@ -258,7 +259,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         lambda job: job.tensor_parallel > 1 and job.tensor_parallel == job.world_size,
     ),
     Rule(
-        # islands of one rank meet others, or are refused
+        # islands of one rank still meet other islands, or are refused
         "note", tuple(name for name in BETWEEN_RANKS if name != "sync"), "one rank",
         "nothing is sent, so nothing is compressed", "", lambda job: job.world_size == 1,
     ),

@@ -1,4 +1,4 @@
-"""Check that the block can act beside the rest of a ds_config, before an engine is built.
+"""Check that the block can act with the rest of a ds_config, before an engine is built.
 
 No module here imports DeepSpeed, so a file can be checked on a machine without it.
 """
@@ -31,12 +31,12 @@ def check(
     stages: Stages | None = None,
     **facts: Any,
 ) -> list[str]:
-    """Return sentences about keys of ``block`` that act differently than a user may think.
+    """Return sentences about keys of ``block`` that act differently than a user may expect.
 
-    ``neox``: the settings of a GPT-NeoX job; ``stages``: a pipeline's. ``facts``: fields of
-    ``DeepSpeedJob`` that the ds_config lacks; None and missing ones are unknown. Raises ConfigError
-    for the first dimension that cannot act, unless the block says ``"on_unsupported": "native"``;
-    then the sentences say what stays native and why.
+    ``neox``: the settings of a GPT-NeoX job. ``stages``: the stages of a pipeline. ``facts``:
+    fields of ``DeepSpeedJob`` that the ds_config lacks; None and missing fields are unknown. Raises
+    ConfigError for the first dimension that cannot act, unless the block says ``"on_unsupported":
+    "native"``; then the sentences say what stays native and why.
     """
     job = DeepSpeedJob(ds_config, **facts)
     _hold_to_ranks(job)
@@ -49,7 +49,7 @@ def check(
 
 
 def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
-    """Find keys that cannot act in this job, or whose work DeepSpeed does by its own settings."""
+    """Return sentences on keys that cannot act in this job, or that duplicate DeepSpeed's."""
     found = []
     if block.pp.scatter_gather:
         todo = (
@@ -72,7 +72,7 @@ def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
 
 
 def _hold_to_ranks(job: DeepSpeedJob) -> None:
-    """Raise ConfigError where groups of the file do not fit into the ranks of the job."""
+    """Raise ConfigError if a group size in the ds_config does not divide the number of ranks."""
     for key, size in (
         ("tensor_parallel.autotp_size", job.tensor_parallel),
         ("sequence_parallel_size", job.sequence_parallel),

@@ -18,17 +18,17 @@ from hybridcomp.patches.rules.ds_settings import (
 
 @dataclass(frozen=True)
 class DeepSpeedJob:
-    """A ds_config, read as DeepSpeed reads it, and facts of the model. None: not known."""
+    """A ds_config, read as DeepSpeed reads it, and facts of the model; None is an unknown fact."""
 
     ds_json: Mapping[str, Any]
     pipeline: bool | None = None
     moe: bool | None = None
     world_size: int | None = None
-    #: tensor-parallel layers that a seam covers: split already, or GPT-NeoX's or megatron-core's
+    #: tensor-parallel layers that a seam covers: GPT-NeoX's, megatron-core's, AutoTP's once split
     tensor: bool | None = None
     #: sequence-parallel groups or attention layers
     sequence: bool | None = None
-    #: copies of the model; None where the layout of the ranks is not known
+    #: number of model replicas; None if the layout of the ranks is not known
     replicas: int | None = None
     #: layers of hybridcomp.nn.tp2d
     mesh: bool | None = None
@@ -81,13 +81,13 @@ class DeepSpeedJob:
 
     @property
     def summed_dtype(self) -> str | None:
-        """Return the dtype in which gradients are summed natively; None: that of the parameters."""
+        """Return the dtype in which gradients are summed natively; None: the parameters' dtype."""
         autocast = {"bfloat16": "bf16", "float16": "fp16"}.get(self.get("torch_autocast.dtype"))
         if self.sequence_parallel > 1:
             found: str | None = self.get(SUMMED_IN_SEQUENCE, "fp32")
             return "fp32" if self.buckets else found
         if self.stage and self.get("torch_autocast.enabled") and autocast:
-            # the dtype of the layers that it casts, which hold nearly all parameters
+            # the dtype to which autocast casts layers, which hold nearly all parameters
             return autocast
         written: str | None = self.get(SUMMED_IN)
         return written
@@ -133,7 +133,7 @@ class DeepSpeedJob:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether layers, sequences or experts are cut over ranks, by file or model."""
+        """Return whether ds_config or model split layers, sequences or experts over ranks."""
         return (
             max(self.tensor_parallel, self.sequence_parallel) > 1
             or bool(self.get("expert_parallel.enabled", False))
@@ -147,5 +147,5 @@ class DeepSpeedJob:
 
     @property
     def sequence_parallel(self) -> int:
-        """Return the size of the groups that share a sequence, if the file has it."""
+        """Return the size of sequence-parallel groups, if the ds_config has it."""
         return int(self.get("sequence_parallel_size", 1))

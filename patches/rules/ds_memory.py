@@ -10,7 +10,7 @@ from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 
 
 def check(settings: MemoryPolicy, job: DeepSpeedJob) -> None:
-    """Raise ConfigError if the job does not gather as a plan assumes."""
+    """Raise ConfigError if the job does not gather parameters as a plan assumes."""
     if not settings.planned:
         return
     offload = job.zero("offload_optimizer.device", "none")

@@ -9,7 +9,7 @@ from hybridcomp.dimensions import DIRECTIONS
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.engine import Rule
 
-#: buffers of a sub-group, and DeepSpeed's default for all of them
+#: buffers that one sub-group needs, and DeepSpeed's default number of buffers
 STATES_AND_GRADIENT = 4
 
 
@@ -31,8 +31,8 @@ def _states(block: CompressionConfig) -> bool:
 def buffers_needed(job: DeepSpeedJob) -> int:
     """Return how many pinned buffers DeepSpeed's swapper needs for a step of Adam.
 
-    Three states and a gradient of the sub-group that steps, of the one being read beside it
-    (pipeline_read) and of the one being written (pipeline_write).
+    A sub-group needs buffers for three states and a gradient. Besides the sub-group that steps, one
+    more may be read meanwhile (pipeline_read), and one written (pipeline_write).
     """
     beside = bool(_offload(job, "pipeline_read")) + bool(_offload(job, "pipeline_write"))
     return STATES_AND_GRADIENT * (1 + beside)

@@ -10,7 +10,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 
-#: in messages
+#: the block's key, for messages
 KEY = f"{BLOCK}.pipeline.versions"
 
 
@@ -18,8 +18,8 @@ KEY = f"{BLOCK}.pipeline.versions"
 class Stages:
     """A pipeline's stages, with the facts that decide whether they can run without a flush.
 
-    tied: layers of two stages share a weight. dynamic_shape: messages change their lengths. tensor:
-    ranks that share a stage. micro_batches: micro-batches of a step; None: unknown.
+    tied: whether layers of two stages share a weight. dynamic_shape: whether message sizes vary.
+    tensor: tensor-parallel ranks of a stage. micro_batches: per step; None: unknown.
     """
 
     count: int
@@ -30,9 +30,9 @@ class Stages:
 
 
 def check(settings: AsyncPipelineConfig, job: DeepSpeedJob, stages: Stages | None = None) -> None:
-    """Raise ConfigError for a job whose file shows that its pipeline needs a flush.
+    """Raise ConfigError for a job whose ds_config shows that its pipeline needs a flush.
 
-    ``stages``: the pipeline's, if the file has them.
+    ``stages``: the pipeline's stages, if known from the configuration.
     """
     if not settings.waitless:
         return
@@ -44,7 +44,7 @@ def check(settings: AsyncPipelineConfig, job: DeepSpeedJob, stages: Stages | Non
 
 
 def check_precision(settings: AsyncPipelineConfig, *, fp16: bool, bf16: bool, stage: int) -> None:
-    """Raise ConfigError for a precision or ZeRO ``stage`` that ``settings`` rule out."""
+    """Raise ConfigError for a precision or ZeRO ``stage`` with which ``settings`` cannot act."""
     if fp16:
         todo = "all stages would have to agree on every loss scale; use bf16"
         raise ConfigError(KEY, Shown("fp16"), f"{todo}, or set pipeline.versions to flush")
@@ -54,7 +54,7 @@ def check_precision(settings: AsyncPipelineConfig, *, fp16: bool, bf16: bool, st
 
 
 def check_stages(settings: AsyncPipelineConfig, stages: Stages) -> None:
-    """Raise ConfigError for stages that need a flush, and name the key."""
+    """Raise ConfigError, naming the key, if the stages need a flush."""
     found = None
     if stages.count < 2:
         found, todo = "one stage", "there is no pipeline; remove it"
@@ -70,7 +70,7 @@ def check_stages(settings: AsyncPipelineConfig, stages: Stages) -> None:
 
 
 def check_micro_batches(settings: AsyncPipelineConfig, stages: Stages) -> None:
-    """Raise ConfigError where two versions are not enough for the stages."""
+    """Raise ConfigError if two weight versions are not enough for this number of stages."""
     least, found = (stages.count - 1) * (1 + settings.slack), stages.micro_batches
     if settings.versions == 2 and found is not None and found < least:
         need = f"{stages.count} stages need gradient_accumulation_steps of at least {least}"
@@ -78,6 +78,6 @@ def check_micro_batches(settings: AsyncPipelineConfig, stages: Stages) -> None:
 
 
 def no_schedule(settings: AsyncPipelineConfig) -> ConfigError:
-    """Return the error for a model that does not run by a PipelineModule's own schedule."""
+    """Return the error for a model that does not run the schedule of a PipelineModule."""
     todo = "only a PipelineModule's own schedule goes on without a flush; remove it"
     return ConfigError(KEY, settings.versions, todo)

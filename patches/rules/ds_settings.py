@@ -1,9 +1,9 @@
 """Read the values of a ds_config as DeepSpeed's own parser reads them, without DeepSpeed.
 
-One table of types for every key that hybridcomp reads. DeepSpeed parses sections with pydantic,
-which takes ``"true"``, ``1`` and ``2.0``, and reads other keys raw: there ``"false"`` is a string,
-which Python takes for true. A test holds the table against DeepSpeed's parser, key by key. Where
-DeepSpeed is installed, ``patches.ds.settings`` asks that parser itself.
+A table has the type of every key that hybridcomp reads. DeepSpeed parses sections with pydantic,
+which accepts ``"true"``, ``1`` and ``2.0``, and reads other keys raw: there ``"false"`` is a
+string, which counts as true. A test compares the table with DeepSpeed's parser, key by key. Where
+DeepSpeed is installed, ``patches.ds.settings`` calls that parser instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridcomp.errors import ConfigError
 
 #: a value that Hugging Face's Trainer or Accelerate fills in
 AUTO: Final = "auto"
-#: the release of DeepSpeed that the tables of this module are held against
+#: the release of DeepSpeed with which the tables of this module are compared
 KNOWN = "0.19.8"
 #: keys that DeepSpeed ``KNOWN`` refuses at the top level, and in ``zero_optimization``
 REMOVED = (
@@ -47,7 +47,7 @@ MOST = 10**12
 
 
 class _Section(BaseModel):
-    """A section that DeepSpeed parses with pydantic; it drops "auto" and takes its default."""
+    """A section that DeepSpeed parses with pydantic; "auto" is replaced by the default."""
 
     model_config = ConfigDict(
         extra="allow", populate_by_name=True, use_enum_values=True, validate_default=True
@@ -112,7 +112,7 @@ class _Zero(_Section):
 
     @model_validator(mode="after")
     def _renamed(self) -> Self:
-        """Write the old names of offloading as the new ones, as DeepSpeed does."""
+        """Rename old keys of offloading to the new ones, as DeepSpeed does."""
         if self.cpu_offload:
             self.offload_optimizer = _OffloadOptimizer(device="cpu")
         if self.cpu_offload_param:
@@ -160,7 +160,7 @@ SECTIONS: Mapping[str, type[_Section]] = {
 }
 #: sections that DeepSpeed reads raw, key by key
 RAW_SECTIONS = ("expert_parallel", "optimizer", "data_types")
-#: numbers that DeepSpeed computes with as they stand: 2.0 counts as 2, "2" is an error
+#: numbers that DeepSpeed uses unconverted: 2.0 counts as 2, "2" is an error
 COUNTS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "sequence_parallel_size", "data_parallel_size",
@@ -168,10 +168,10 @@ COUNTS = (
 
 
 def parsed(ds_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the values that DeepSpeed works with; its defaults are filled in.
+    """Return the settings with the values that DeepSpeed uses; its defaults are filled in.
 
-    Keys that are not in the table stay as they are, "auto" is left out. Values that are parsed
-    already do not change. Raises ConfigError, naming the key, for what DeepSpeed's parser refuses.
+    Keys that are not in the table stay as they are, "auto" is left out. Settings that were parsed
+    before do not change. Raises ConfigError, naming the key, for what DeepSpeed's parser refuses.
     """
     found = {name: value for name, value in ds_json.items() if value != AUTO}
     for name, model in SECTIONS.items():

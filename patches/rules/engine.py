@@ -11,18 +11,18 @@ from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, listed
 from hybridcomp.errors import ConfigError
 
-#: facts of the job that the rules of one upstream read
+#: type with the facts of a job that the rules of one upstream read
 J = TypeVar("J")
 
 #: refuse   results would be wrong: an error for a key that the user wrote, even with
-#:          ``on_unsupported`` native; a codec that only the preset chose is left out then
+#:          ``on_unsupported`` native; with it, a codec that only the preset chose is left out
 #: bypass   upstream sends this traffic on a path that no seam covers
 #: absent   this job has no such traffic: an error for a key that the user wrote, nothing for a
 #:          preset, which is made for every kind of job
 #: note     acts, with a remark for the user
 Verdict = Literal["refuse", "bypass", "absent", "note"]
 
-#: message of any engine about a key of tables in a job that has none
+#: message, under any engine, about a key for embedding tables in a job without such tables
 NO_TABLES = "a job without tables: CachedEmbedding of hybridcomp.nn, or Embedding(sparse=True)"
 NO_ROWS, TABLES_TODO = "no rows of tables are sent", "make the tables before the engine"
 
@@ -49,11 +49,11 @@ class Rule(Generic[J]):
 
 
 def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterator[str]:
-    """Check ``block`` against rules, each with the job whose facts it reads.
+    """Check ``block`` against ``rules``; each rule comes with the job whose facts it reads.
 
     Yields sentences for the user. Raises ConfigError at the first dimension that cannot act, unless
     the block says ``"on_unsupported": "native"``; then a sentence says what stays native and why.
-    Dimensions that are refused but were chosen only by the preset then stay native in ``block``.
+    In that case refused dimensions that only the preset chose stay native in ``block``.
     """
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule, job in rules:
@@ -76,7 +76,7 @@ def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterat
 def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -> str:
     """Return a sentence for the user about a rule that applies to ``names``.
 
-    Raises ConfigError for the first of them where the rule or the block asks for an error.
+    Raises ConfigError for the first of ``names`` if the rule or the block asks for an error.
     """
     if rule.verdict == "note":
         return f"{', '.join(names)}: {rule}"
@@ -93,7 +93,7 @@ def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -
 def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ...]:
     """Return a rule for each dimension that has no seam under ``engine``, from its row.
 
-    ``table``: the engine's rules. It gets no second rule for a dimension that it declares absent.
+    ``table``: the engine's rules; dimensions that it declares absent get no second rule.
     """
     words = {name for rule in table if rule.verdict == "absent" for name in rule.dimensions}
     return tuple(
@@ -119,7 +119,7 @@ def ungathered(block: CompressionConfig, why: str) -> list[str]:
 
 
 def no_generation(block: CompressionConfig, found: Shown) -> str:
-    """Return a message that a job's stages cannot generate, or raise it if the block says so."""
+    """Return the message that this job cannot generate, or raise it as the block says."""
     todo = "hybridcomp.generate takes DeepSpeed's pipelines and token slices; remove it"
     return idle(f"{BLOCK}.generate", found, todo, block.on_unsupported)
 

@@ -24,7 +24,7 @@ class MegatronJob:
     ddp: Any
     wrapper: str
     sizes: Mapping[Dimension, int]
-    homes: frozenset[str] = frozenset()  # packages that define the model's layers
+    homes: frozenset[str] = frozenset()  # packages that define the classes of the model's layers
     dtypes: frozenset[torch.dtype] = frozenset()
     lossy: frozenset[Dimension] = frozenset()
     delta: bool = False
@@ -38,7 +38,7 @@ class MegatronJob:
         return default
 
     def size(self, dimension: Dimension) -> int:
-        """Return the ranks of a group; 2 where unknown, so that no dimension counts as absent."""
+        """Return a group's number of ranks; 2 if unknown, so that no dimension counts as absent."""
         return self.sizes.get(dimension, 2)
 
     @property
@@ -53,12 +53,12 @@ class MegatronJob:
         scope = self.get("cuda_graph_scope") or ()
         scopes = [scope] if isinstance(scope, str) else scope
         names = {getattr(one, "name", str(one)) for one in scopes}
-        names.add(str(self.get("cuda_graph_impl")))  # where the scope is stated from 0.19 on
+        names.add(str(self.get("cuda_graph_impl")))  # from 0.19 on this setting states the scope
         return self.graphs and "full_iteration" in names
 
     @property
     def weight_shards(self) -> bool:
-        """Return whether weights are cut over a further axis and gathered in every pass (GTP)."""
+        """Return whether weights are also sharded over GTP ranks and gathered in every pass."""
         sizes = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
         return any(int(self.get(name) or 1) > 1 for name in sizes)
 
@@ -68,7 +68,7 @@ class MegatronJob:
         return "transformer_engine" in self.homes
 
 
-#: reason against messages in a CUDA graph
+#: why messages in a CUDA graph cannot be encoded
 REPLAYED = "a graph that is played again sends without counting, checking or following the block"
 
 FULL_GRAPH = 'cuda_graph_scope or cuda_graph_impl "full_iteration"'
@@ -83,7 +83,7 @@ def _grouped() -> list[tuple[Dimension, DimensionRow]]:
     return sorted(found, key=lambda each: each[1].group == ROWS["dp"].group)
 
 
-#: values that islands would share in every step: setting, advice, whether a job has it
+#: settings by which islands would exchange values in every step; advice; whether a job sets it
 _COUNTED: tuple[tuple[str, str, Callable[[MegatronJob], bool]], ...] = (
     (
         "calculate_per_token_loss", "set it to False",
@@ -327,7 +327,7 @@ def out_of_reach(reason: str) -> Rule[MegatronJob]:
 
 
 def scatter_gather(block: CompressionConfig, job: MegatronJob) -> str | None:
-    """Return a sentence where no tensor ranks share pipeline messages. Raises ConfigError."""
+    """Return a sentence, or raise ConfigError, if tensor ranks cannot split pipeline messages."""
     if not block.pp.scatter_gather:
         return None
     found = {

@@ -1,6 +1,6 @@
 """Rules for GPT-NeoX's traffic of each dimension: a table over the keys of its YAML files.
 
-They add to those of DeepSpeed (``ds``), whose engine does the rest.
+DeepSpeed's rules (``ds``) apply as well, since GPT-NeoX trains with DeepSpeed's engine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def settings_of(args: Any) -> Mapping[str, Any] | None:
 def ds_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that GPT-NeoX passes to DeepSpeed, derived as NeoXArgs derives them.
 
-    Raises ConfigError for what it refuses itself.
+    Raises ConfigError for settings that GPT-NeoX itself refuses.
     """
     extra = whole.get(EXTRA) or {}
     if not isinstance(extra, Mapping):
@@ -69,13 +69,13 @@ def ds_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precision(whole: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections that switch a precision on, from ``precision`` or from each other."""
+    """Return the section that enables the precision, derived from ``precision`` or a section."""
     precision = whole.get("precision")
     for section, name in (("fp16", "fp16"), ("bf16", "bfloat16")):
         found = own.get(section) or {}
         if not isinstance(found, Mapping):
             raise ConfigError(section, show(found), "expected an object")
-        if found.get("enabled"):  # of a string, too: GPT-NeoX asks Python whether it is true
+        if found.get("enabled"):  # any non-empty string counts as true, as in GPT-NeoX
             if precision not in (None, name):
                 todo = f'GPT-NeoX refuses it beside "{section}": {{"enabled": ...}}; leave one out'
                 raise ConfigError("precision", show(precision), todo)
@@ -93,7 +93,7 @@ def stages(whole: Mapping[str, Any]) -> int:
 
 
 def tensor_ranks(whole: Mapping[str, Any]) -> int:
-    """Return the ranks of a configuration that share a layer."""
+    """Return the tensor-parallel size of a configuration."""
     return max(1, _count(whole, "model_parallel_size", 1))
 
 
@@ -109,7 +109,7 @@ def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
 def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
     """Return an integer of a configuration. Raises ConfigError for another type.
 
-    GPT-NeoX compares types: a number with a dot, or in quotes, is no integer.
+    GPT-NeoX compares types, so it refuses a number with a dot or in quotes.
     """
     found = whole.get(key)
     if found is None:

@@ -1,7 +1,7 @@
 """Check that a job has the layout and the machines of its plan.
 
-A plan's codecs suit the messages of its layout: other parallel sizes give other messages between
-other ranks, for which its predictions of step time and memory do not hold.
+A plan chooses codecs for the messages of one layout. Other parallel sizes give other messages
+between other ranks, for which the plan's step time and memory do not hold.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hybridcomp.errors import ConfigError
 def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> None:
     """Raise ConfigError if the job's ``facts`` differ from those of the block's plan.
 
-    ``facts``: by names of ``planned.FACTS`` and ``planned.LATER``; None and missing names: not
-    known.
+    ``facts``: values by the names in ``planned.FACTS`` and ``planned.LATER``; a missing name or
+    None: not known.
     """
     plan = block.planned
     if plan is None:
@@ -43,7 +43,7 @@ def hold_to_machines(
     """Raise ConfigError if the plan of ``block`` was measured on other machines.
 
     ``found`` returns the node and the device of every rank of the job. It may be a collective, and
-    is called only where the plan has machines. The number of threads of a CPU is ignored.
+    is called only where the plan has machines. The thread count of a CPU is ignored.
     """
     plan = block.planned
     if plan is None or not plan.machines:

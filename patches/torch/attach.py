@@ -32,17 +32,17 @@ from hybridcomp.patches.torch.state.at_checkpoint import AtCheckpoint
 from hybridcomp.session import process
 from hybridcomp.sync.islands import is_island
 
-#: attribute of a model: its Attached, None where attach found no block
+#: attribute of a model: its ``Attached``; None if ``attach`` found no block
 ATTRIBUTE = "_hybridcomp_attached"
 #: submodule of the wrapper that torch.compile returns
 COMPILED = "_orig_mod"
 _UNSEEN = object()
 DETACH = "hybridcomp.detach"
-#: seconds for which detach waits for a silent but living rank: going on without it loses nothing
+#: seconds for which ``detach`` waits for a rank that does not call it; going on is harmless
 SILENT_S = 5.0
 #: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
-#: modules that load weights -> their ``Attached``, which holds the module
+#: modules whose ``load_state_dict`` is followed -> the ``Attached``, which references the module
 _loads: weakref.WeakKeyDictionary[Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
 #: detached models, which ``auto_attach`` leaves native; held weakly
 detached: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -90,7 +90,7 @@ def _ranks(model: Module) -> Ranks | None:
         with suppress(ImportError):  # torch before 2.9
             ranks = island_masters.ranks_of_model(model)
     if not 0 < len(ranks) < dist.get_world_size() or is_island(tuple(ranks)):
-        return None  # all ranks of the islands attach together
+        return None  # with islands, the ranks of all islands attach together
     return ranks
 
 
@@ -182,18 +182,18 @@ def _inside(model: Module) -> list[DistributedDataParallel]:
 
 
 def detach(model: Module) -> None:
-    """Restore the native communication of a model under FSDP2 or DDP; drops its state.
+    """Restore the native communication of a model under FSDP2 or DDP; drop its state.
 
-    Every rank calls it between two steps, and no model is detached if ranks give different models.
-    If a rank does not call it, the others wait SILENT_S seconds and then detach. ``attach`` may
-    follow, with another block too. Residuals of error feedback are dropped, with a notice;
-    ``save_state`` before saves them. Harmless when called twice. DDP's reducer cannot drop a hook:
-    ours stays and averages natively.
+    Every rank calls it between two steps. If some rank passes a model that was never attached, no
+    rank detaches; if a rank does not call, the others wait SILENT_S seconds and then detach. The
+    model may be attached again, with another block too. Residuals of error feedback are dropped,
+    with a notice; call ``save_state`` before to keep them. Harmless when called twice. DDP's
+    reducer cannot drop a hook: ours stays and averages natively.
 
     Args:
         model: the argument of ``attach``, or a model that was attached automatically.
 
-    Raises ConfigError on a model that was never attached, PeerError on the other ranks then.
+    Raises ConfigError on a model that was never attached, and PeerError on the other ranks.
     """
     model = unwrapped(model)
     attached: Any = getattr(model, "__dict__", {}).get(ATTRIBUTE, _UNSEEN)
@@ -329,14 +329,14 @@ def _attach_sharded(model: Module, source: Source | None, undo: ExitStack) -> At
 
 
 def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
-    """Return a model's ``Stateful`` for ``torch.distributed.checkpoint``, under "hybridcomp".
+    """Return a model's ``Stateful``, which ``torch.distributed.checkpoint`` saves and loads.
 
     ``dcp.save({"hybridcomp": hybridcomp.stateful(model), ...}, checkpoint_id=folder)``
 
     Args:
-        model: under FSDP2 or DDP; it is attached if that was not done yet.
-        checkpoint: the folder that is about to be loaded. Needed on another number of ranks than
-            wrote it, and where it may hold no state of hybridcomp.
+        model: a model under FSDP2 or DDP; it is attached if it was not yet.
+        checkpoint: the folder that is about to be loaded. Needed if another number of ranks
+            wrote it, or if it may hold no state of hybridcomp.
 
     Raises ConfigError where there is no block.
     """

@@ -63,17 +63,17 @@ class Attached:
             identity: digest of the model's parameters (module ``identity``).
             session: session with the model's channels.
             parameters: returns the parameters that an optimizer holds, as they are now.
-            divisors: returns, by name of a residual, the divisor between the sum of its message and
-                the gradient: the unit of the residual.
+            divisors: returns, by name of a residual, its unit: the ratio of its message's sum to
+                the gradient.
             layout: the split of residuals over the ranks; where it is equal to a checkpoint's,
                 each rank loads the residuals that it saved.
             sends: returns, by name of a residual, the ranges of it that this rank encodes.
             uneven: returns whether ranks may make different numbers of steps from now on, so that
                 steps can no longer be counted alike on all ranks.
-            reduces: whether torch has gradients reduced: on one rank FSDP2 does not.
+            reduces: whether torch reduces gradients; on one rank FSDP2 does not.
         """
         self.kind, self.identity = kind, identity
-        self.ranks: tuple[int, ...] | None = None  # that attach the model together; None: all
+        self.ranks: tuple[int, ...] | None = None  # ranks that attach this model; None: all
         self.number = next(_numbers)  # in the order of attaching, equal on all ranks
         self.session = session
         self.channels: Channels = session.channels
@@ -82,7 +82,7 @@ class Attached:
         self._parameters, self._uneven, self._reduces = parameters, uneven, reduces
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unseen = UnseenSteps(parameters, self.owns)
-        #: whether a pass with gradients has begun and its optimizer step has not run
+        #: whether a pass with gradients has begun whose optimizer step has not run yet
         self.is_open = False
         self._has_reduced = False
         self._may_validate = False  # whether the step has begun with a module in eval mode
@@ -116,7 +116,7 @@ class Attached:
         if self.is_detached:
             return
         self.is_detached = True
-        with ExitStack() as ends:  # the others where one fails
+        with ExitStack() as ends:  # run all callbacks even if one fails
             ends.callback(self.session.close)
             ends.callback(self.channels.residuals.clear)
             ends.callback(self.channels.node_sums.drop)
@@ -145,7 +145,7 @@ class Attached:
         """
         compiles = torch.compiler.is_compiling()
         if not compiles and backward_pass() != NO_PASS:
-            return  # activations are computed again
+            return  # activation checkpointing repeats a forward pass
         if self._uneven():
             say(UNEVEN)
             return
@@ -208,13 +208,13 @@ class Attached:
     def called(self, optimizer: Any) -> None:
         """Record that ``step`` of an optimizer with parameters of the model ends.
 
-        ``stepped`` counts it, after the outermost of optimizers that call each other.
+        If optimizers call each other, ``stepped`` counts one step when the outermost one ends.
         """
         self.optimizer_calls += 1
         self.is_due = True
         if self._has_reduced or not self._reduces or self._uneven():
             return
-        if optimizer in self._alone:  # the same optimizer again, no gradients reduced in between
+        if optimizer in self._alone:  # a second step without reduced gradients
             self.channels.passes += 1
             if self.channels.passes == PATIENCE:
                 say(LOCAL)
@@ -259,10 +259,10 @@ class Attached:
     def load_state_dict(
         self, state: Mapping[str, Any] | stateful.SavedState, loss_scale: float | None = None
     ) -> None:
-        """Load a state of ``state_dict``; every rank calls it.
+        """Load what ``state_dict`` returned; every rank calls it.
 
-        ``loss_scale``: the factor on the gradients from now on; None: that of this process's
-        GradScaler, or if there is none, the saved one.
+        ``loss_scale``: the factor on the gradients from now on; None: the scale of this process's
+        GradScaler, or without a GradScaler the saved scale.
 
         Raises on every rank, with nothing changed: ConfigError on the state of another job,
         CheckpointError where the entry of a rank is damaged.
@@ -271,7 +271,7 @@ class Attached:
         stateful.load(self, entries, loss_scale)
 
     def __deepcopy__(self, memo: object) -> None:
-        """Return nothing: a copy of a model does not get its channels, hooks and optimizers."""
+        """Return None: a copied model does not get the channels, hooks and optimizers."""
         if not self.is_detached:
             say(
                 "copy.deepcopy of an attached model: the copy sends natively; if it is trained, "

@@ -2,8 +2,8 @@
 
 All uses of ``fully_shard`` and DDP, imported by any name, call one of two functions:
 ``FSDPState._lazy_init``, at every forward pass of a root, and the constructor of
-DistributedDataParallel, whose model is attached at its next forward pass: until then a script may
-register another hook, which is then refused by name instead of failing in torch.
+DistributedDataParallel. A model under DDP is attached at its next forward pass: until then a script
+may register a communication hook, which ``attach`` refuses with a clear message.
 
 So a model that was built, or trained, before ``hybridcomp.install`` is attached in its next forward
 pass like any other: FSDP2 calls ``_lazy_init`` again, and models under DDP are looked up among the
@@ -54,14 +54,14 @@ FSDP1_INIT = _seam(
 
 
 def arm(new: bool = False) -> None:
-    """Attach models of this process from now on, where it has a block.
+    """Attach the models of this process from now on, if the process has a block.
 
     ``new``: whether the block is new, so that models left native without one may be attached.
     """
     if new:
         retry_pending()
     ARMED.arm(seam.module for seam, _ in SEAMS)
-    if DDP_INIT.module in ARMED.in_place and dist.is_initialized():  # before there is no DDP
+    if DDP_INIT.module in ARMED.in_place and dist.is_initialized():  # else no DDP exists
         for model in [held for held in gc.get_objects() if issubclass(type(held), DDP)]:
             _attach_in_next_pass(model)
 
@@ -89,7 +89,7 @@ ARMED = ArmedPatches(_apply, {})
 
 
 def _attach(model: Any) -> None:
-    """Attach ``model`` in a forward pass, unless it was, or Megatron has the channels."""
+    """Attach ``model`` in a forward pass, unless it was attached or Megatron has the channels."""
     if ATTRIBUTE in vars(model) or model in detached or process.has_begun() or is_served(model):
         return
     attached = attach(model)
@@ -125,7 +125,7 @@ def make_ddp_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_ddp_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Attach a model under DDP that runs no forward hooks: that of the composable ``replicate``."""
+    """Attach a model under the composable ``replicate``, whose DDP runs no forward hooks."""
 
     @functools.wraps(original)
     def _lazy_init(self: Any) -> None:

@@ -2,8 +2,8 @@
 
 The seam is ``_create_rotater``, which makes the object that sends a tensor to the next rank; the
 attention around it, which computes blocks and sums, stays torch's. Keys and values are encoded once
-in each pass and forwarded as bytes; sums of gradients, which torch sends round in fp32, are encoded
-at every hop. With settings that leave a message native, torch's rotater sends it.
+in each pass and forwarded as bytes; sums of gradients, which torch sends round the ring in fp32,
+are encoded at every hop. Torch's rotater sends messages that the block leaves native.
 
 The module is private to torch: an untested release is accepted only if its ring attention has the
 same code (``torch_versions.py``).

@@ -2,8 +2,8 @@
 
 Optimizers of torch skip parameters without a gradient, and FSDP2 checks which parameters require
 gradients. DistributedDataParallel waits for gradients of all parameters that required them when it
-was constructed: so its reducer is built again, as ``copy.deepcopy`` of such a model does, in the
-same module and with the same communication hooks.
+was constructed: so its reducer is built again inside the same module, as ``copy.deepcopy`` of such
+a model does, with the same communication hooks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ModelLayers:
         return None
 
     def is_open(self) -> bool:
-        """Return whether a pass with gradients has run and its step has not."""
+        """Return whether a pass with gradients has run whose optimizer step has not."""
         return self._attached is not None and self._attached.is_open
 
     def apply(self, frozen: Frozen) -> None:

@@ -1,8 +1,8 @@
 """Whole weights of a model under FSDP2 for a roll-out (``hybridcomp.gathered``).
 
-The modules hold parameters of their own meanwhile, in the dtype that the mixed-precision policy
-computes with, and FSDP2's forward hooks are taken away. The sharded parameters, which optimizers
-hold, are not touched. Under DDP every rank has all weights, and nothing is sent.
+During the roll-out the modules hold separate whole parameters, in the compute dtype of the
+mixed-precision policy, and FSDP2's forward hooks are removed. The sharded parameters, which
+optimizers hold, are not touched. Under DDP every rank has all weights, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def gathered(model: nn.Module) -> AbstractContextManager[nn.Module]:
 def _of_ranks(
     module: nn.Module, sharded: nn.Module | None, group: dist.ProcessGroup
 ) -> AbstractContextManager[nn.Module]:
-    """Return the context; all ranks of the job enter it, or those of ``group`` in islands."""
+    """Return the context, which all ranks of the model enter: with islands not all of the job."""
     ranks = ranks_of(group) if sharded is None else mesh_ranks(sharded)
     whole = len(ranks) == dist.get_world_size()
     return rolling_out(

@@ -1,9 +1,9 @@
 """Tables with sparse gradients that ``fully_shard`` ignores, dimension ``embed``.
 
 ``fully_shard(model, ignored_params={table.weight})`` leaves a table whole on every rank, and does
-not reduce its gradient. Before the step of the optimizer that has the table, its touched rows are
-averaged over the ranks of the mesh, as FSDP2 averages other gradients; native steps (before
-``start_step``) send them exactly.
+not reduce its gradient. Before the step of the optimizer that holds the table, hybridcomp averages
+the touched rows over the ranks of the mesh, as FSDP2 averages other gradients; native steps (before
+``start_step``) send the rows exactly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class IgnoredTables:
             for key, weight in found.items()
             if not isinstance(weight, DTensor)
         }
-        #: the averages already written, by weight: a second step averages nothing again
+        #: the averages already written, by weight, so that a second step averages none again
         self._done: dict[int, weakref.ref[Tensor]] = {}
 
     def exchange(self, optimizer: Any) -> None:

@@ -18,7 +18,7 @@ from hybridcomp.sync.kept_gradients import KeptGradients, before_leaves
 from hybridcomp.sync.master_weights import in_memory, piece_of
 
 KEY = "compression.sync"
-#: what a user does to make the engine's group the island
+#: advice: how to make the island the group of the engine
 TODO = {
     "ddp": "build DistributedDataParallel with process_group=hybridcomp.island_group(block)",
     "fsdp2": "build the mesh of fully_shard by "
@@ -34,9 +34,9 @@ def ranks_of_model(model: nn.Module) -> Ranks:
 
 
 def masters_of(model: nn.Module) -> Masters:
-    """Return the trained weights of ``model``: the whole ones under DDP, this rank's shards.
+    """Return the trained weights of ``model``: under DDP whole, under FSDP2 this rank's shards.
 
-    Raises ConfigError where fully_shard leaves a trained parameter alone.
+    Raises ConfigError if fully_shard ignores a trained parameter.
     """
     if isinstance(model, DistributedDataParallel):
         every = named_once(model.module)[0]
@@ -77,7 +77,7 @@ def _nothing() -> None:
 
 
 def _gather_again(model: nn.Module) -> None:
-    """Gather parameters anew that are gathered now."""
+    """Gather again the parameters that are gathered now, from their changed shards."""
     from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 
     for group in groups_of(model):
@@ -89,13 +89,13 @@ def _gather_again(model: nn.Module) -> None:
 
 
 def _whole(one: Any) -> Tensor:
-    """Return the leaf of the graph that represents a parameter."""
+    """Return the autograd leaf of a parameter: unsharded if that exists."""
     found: Tensor = getattr(one, "_unsharded_param", one.sharded_param)
     return found
 
 
 def _gradients(one: Any) -> list[Tensor | None]:
-    """Return the tensors that a backward pass adds to: shards, and gradients not reduced yet."""
+    """Return a parameter's gradients: of its shard, and those not reduced yet; None if missing."""
     whole = one.unsharded_accumulated_grad
     return [one.sharded_param.grad, _whole(one).grad, whole]
 

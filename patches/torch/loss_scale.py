@@ -3,8 +3,8 @@
 A loss scaler becomes known with its first step. If ``GradScaler.update`` changes the scale,
 residuals change with it (``steps``). If the scaler has its own ``update`` (``ShardedGradScaler``),
 its scale is read before the first message of every step. After a restart the scale of the process's
-scaler is read before the first message: if it differs from that of the saving run, residuals would
-be too large or too small by the ratio of both.
+scaler is read before the first message: if it differs from the saved scale, loaded residuals are
+multiplied by the ratio.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class LossScale:
             self._rescale(after / before)
 
     def load(self, saved: float | None, is_known: bool, given: float | None) -> None:
-        """Continue with residuals that were saved at the scale ``saved``; None: it is not known.
+        """Continue with residuals that were saved at the scale ``saved``; None: scale not known.
 
-        ``is_known``: the saved value. ``given``: the scale from now on; None: the scaler's, or
-        ``saved`` if there never was a scaler.
+        ``is_known``: the saved ``is_known``. ``given``: the scale from now on; None: the scale of
+        this process's scaler; without a scaler 1.0 if ``is_known``, else ``saved``.
         """
         if saved is None:
             return

@@ -34,7 +34,7 @@ from hybridcomp.patches.common.resumed_parts import (
 from hybridcomp.patches.torch.attach import attach
 from hybridcomp.patches.torch.state.at_checkpoint import AtCheckpoint
 
-#: how a checkpoint names the state of a model, an optimizer, hybridcomp, a scheduler, a sampler
+#: keys in a checkpoint for the state of the model, optimizer, hybridcomp, scheduler and sampler
 MODEL, OPTIMIZER, OURS, SCHEDULER, SAMPLER = (
     "model", "optimizer", "hybridcomp", "scheduler", "sampler",
 )  # fmt: skip
@@ -45,7 +45,7 @@ SAVE = (
 
 
 def is_here(place: Path) -> bool:
-    """Return whether ``place`` is a checkpoint of torch.distributed.checkpoint, or holds some."""
+    """Return whether ``place`` is, or contains, a checkpoint of torch.distributed.checkpoint."""
     return _is_one(place) or any(_is_one(path) for path in place.iterdir() if path.is_dir())
 
 
@@ -73,7 +73,7 @@ def read(folder: Path) -> SavedJob:
 
 
 def check(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Refuse before any checkpoint is read. Raises ConfigError."""
+    """Raise ConfigError if this job cannot resume, before any checkpoint is read."""
     check_optimizer(optimizer, "the model's")
 
 
@@ -143,7 +143,7 @@ def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
 def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:
     """Return ``job`` with the sampler's state in its checkpoint, if it has one.
 
-    Every rank calls it; ``alone``: a process that is no rank of a job calls it.
+    Every rank calls it. ``alone``: whether the caller is a process outside of any job.
     """
     names = [name.partition(".")[2] for name in job.files if name.startswith(f"{SAMPLER}.")]
     if not names:

@@ -23,7 +23,7 @@ from hybridcomp.patches.rules.engine import Rule
 def elsewhere(
     name: str, has_ring: Callable[[Any], bool], has_sparse: Callable[[Any], bool]
 ) -> tuple[Rule[Any], ...]:
-    """Return rules for dimensions that neither engine has.
+    """Return rules for dimensions that neither FSDP2 nor DDP has.
 
     ``has_ring``, ``has_sparse``: return whether a job has ring attention of ``hybridcomp.nn``, and
     tables of torch whose sparse gradients ``embed`` sums.
@@ -51,7 +51,7 @@ def elsewhere(
 
 
 def has_ring(model: Any) -> bool:
-    """Return whether layers of ``model`` cut sequences over ranks."""
+    """Return whether layers of ``model`` split sequences over ranks."""
     return any(type(layer).__name__ == "RingAttention" for layer in model.modules())
 
 

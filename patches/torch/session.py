@@ -1,4 +1,4 @@
-"""Make sessions for models under torch's engines: read the block, agree on it over the ranks.
+"""Make sessions for models under torch's engines: read the block, and compare it over the ranks.
 
 Making a session is a collective over the whole job where the block has two levels (``hierarchy``)
 or measures (``when: auto``): every rank attaches the same models in the same order.
@@ -55,10 +55,11 @@ def island_group(
 ) -> ProcessGroup:
     """Return the process group of this rank's island, for a model whose block has ``sync``.
 
-    Build DistributedDataParallel or the mesh of fully_shard with it; DeepSpeed's engines take it by
-    themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
-    group. If islands are jobs of their own it is the whole job's. ``block``: as for ``attach``.
-    Raises ConfigError if the block has no islands, or if the job cannot be cut into islands.
+    Build DistributedDataParallel or the mesh of fully_shard with it; DeepSpeed's engines use it
+    automatically. Every rank calls it, after ``init_process_group``; a second call returns the same
+    group. If each island is a separate job, the group is the whole job's. ``block``: as for
+    ``attach``. Raises ConfigError if the block has no islands, or if the job cannot be cut into
+    islands.
     """
     found, whole = read(block), dist.group.WORLD
     if found is not None and found.sync.jobs is not None and whole is not None:
@@ -73,9 +74,9 @@ def island_group(
 def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
     """Compare the block and the versions over the ranks of one model.
 
-    Raises AgreementError, or ConfigError for what acts under DeepSpeed alone.
+    Raises AgreementError if they differ, ConfigError for keys that act only under DeepSpeed.
 
-    With a block, these ranks then exchange their hosts, for errors about lost ranks.
+    If there is a block, the ranks then exchange host names, for errors about lost ranks.
     """
     refuse_deepspeeds(block)
     settings = {BLOCK: None} if block is None else block.flat()
@@ -96,7 +97,7 @@ def session_of(
     """Make the session of a model whose ranks have agreed on ``block``; describe it to the user.
 
     Further models of a process write their ledger into ``name.2.jsonl`` and so on. Raises
-    ConfigError where ``block`` is a plan's for another number of ranks.
+    ConfigError if ``block`` is from a plan for another number of ranks.
 
     Args:
         block: the block on which the ranks have agreed.

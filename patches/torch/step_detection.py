@@ -1,8 +1,8 @@
 """Detect the steps of an optimizer that is no ``torch.optim.Optimizer`` and calls no hook.
 
-The next forward pass detects a step if parameters have changed in place since the last pass, or if
-their gradients are gone. If it detects none, a message shows the user how to count steps: otherwise
-``start_step``, ramps and reports would silently stop.
+At the next forward pass, a step has run if parameters were changed in place since the last pass, or
+if their gradients are gone. If no step is detected, a message shows the user how to count steps:
+otherwise ``start_step``, ramps and reports would silently stop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from hybridcomp.channels.engine_state import UNCOUNTED
 from hybridcomp.log import say_once as say
 
-#: passes with reduced gradients but no step after which the message comes; ``PATIENT`` if one of
+#: number of passes with reduced gradients but no step before the message; ``PATIENT`` if one of
 #: torch's optimizers, whose steps call a hook, holds the parameters: the job may accumulate
 PATIENCE, PATIENT = UNCOUNTED, 128
 COUNTED = (
@@ -43,9 +43,9 @@ class UnseenSteps:
     def __init__(
         self, parameters: Callable[[], Iterable[Tensor]], owns: Callable[[Any], bool]
     ) -> None:
-        """Watch the ``parameters()`` of a model; ``owns(optimizer)`` says if it has any."""
+        """Watch ``parameters()``; ``owns(optimizer)`` returns whether an optimizer holds any."""
         self._parameters, self._owns = parameters, owns
-        self._is_foreign: bool | None = None  # no optimizer of torch has parameters; None: unknown
+        self._is_foreign: bool | None = None  # whether no torch optimizer holds any; None: unknown
         self._versions = 0
 
     def begin(self) -> None:
@@ -57,8 +57,8 @@ class UnseenSteps:
 
         The first forward pass after a reduction calls it.
 
-        ``passes``: those with reduced gradients since the last step; ``is_heard``: whether steps of
-        an optimizer of torch were heard of before.
+        ``passes``: number of passes with reduced gradients since the last step. ``is_heard``:
+        whether a hook has reported a step of one of torch's optimizers before.
         """
         if is_heard:
             self._is_foreign = False

@@ -34,7 +34,7 @@ UPDATE = Seam(torch_versions.DDP, MODULE, "GradScaler.update", ("self", "new_sca
 _attached: weakref.WeakSet[Attached] = weakref.WeakSet()
 _handles: list[Any] = []
 _patches: list[Patch] = []
-#: by loss scaler, the models whose optimizers it has stepped
+#: loss scaler -> the models whose optimizers the scaler has stepped
 _followers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Attached]] = weakref.WeakKeyDictionary()
 
 
@@ -76,7 +76,7 @@ def forget_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Average ignored parameters' gradients; raise ConfigError if sums have not crossed nodes."""
+    """Average ignored tables' gradients; raise ConfigError if sums were not sent between nodes."""
     for attached in models():
         if attached.average_ignored is not None:
             attached.average_ignored(optimizer)
@@ -99,7 +99,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _owners(optimizer: Any) -> list[Attached]:
-    """Return the models with parameters in ``optimizer``, in one order on all ranks."""
+    """Return the models with parameters in ``optimizer``, in equal order on all ranks."""
     return [attached for attached in models() if attached.owns(optimizer)]
 
 
@@ -130,7 +130,7 @@ def _found_inf(scaler: Any, optimizer: Any) -> bool:
 
 
 def make_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Multiply residuals by the change of the loss scale."""
+    """Multiply residuals by the ratio of the new loss scale to the old one."""
 
     @functools.wraps(original)
     def update(self: Any, new_scale: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """Check that the installed torch has the slots and functions that hybridcomp relies on.
 
-From the first version of a requirement to ``NEWEST`` a version is accepted by its number;
-docs/support.md lists those on which the tests were run. A newer one is accepted, with a message,
-where its functions around the slots have the code of ``NEWEST``, and refused where they differ.
+Versions from the first one of a requirement to ``NEWEST`` are accepted by number; docs/support.md
+lists those on which the tests were run. A newer version is accepted, with a message, if its
+functions around the slots have the code of ``NEWEST``, and refused if they differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridcomp.seams.patching import since
 NEWEST = "2.15"
 #: versions on which codecs, collectives and the layers of ``hybridcomp.nn`` run
 TORCH = "torch >= 2.4"
-#: the first with ``register_comm_hook`` and ``GradBucket`` as they are used here
+#: the first version with ``register_comm_hook`` and ``GradBucket`` as they are used here
 DDP = since(TORCH, "2.6")
 #: 2.9 is the first with ``set_custom_all_gather`` and ``set_custom_reduce_scatter``
 #: (pytorch#155189)
@@ -70,9 +70,9 @@ SOURCES: dict[str, dict[str, str]] = {
 
 
 def check(name: str, requirement: str) -> str:
-    """Check the installed torch and return it, "torch 2.13.0"; ``name``: the engine that needs it.
+    """Check the installed torch, needed by ``name``; return its name and version, "torch 2.13.0".
 
-    Raises SeamError where it is older than ``requirement``, or newer than ``NEWEST`` with other
+    Raises SeamError if torch is older than ``requirement``, or newer than ``NEWEST`` with changed
     functions around the slots.
     """
     found = version("torch")
@@ -100,7 +100,7 @@ def checked(name: str, requirement: str) -> Callable[[], str]:
 
 
 def changed(requirement: str) -> list[str]:
-    """Return the functions of ``SOURCES[requirement]`` that differ from ``NEWEST`` or are gone."""
+    """Return the functions of ``SOURCES[requirement]`` that torch has changed or removed."""
     return [
         symbol.partition(":")[2]
         for symbol, known in SOURCES[requirement].items()
@@ -111,7 +111,7 @@ def changed(requirement: str) -> list[str]:
 def digest(symbol: str) -> str:
     """Hash the code of ``module:qualified.name``, comments, docstrings and spaces left out.
 
-    Returns 16 hexadecimal digits; "" if it does not exist.
+    Returns 16 hexadecimal digits; "" if the function does not exist.
     """
     module, _, path = symbol.partition(":")
     try:

@@ -31,7 +31,7 @@ NOT_HELD = ", but no optimizer that steps holds them, so they stay as they are; 
 def watch(attached: Attached, named: Iterable[tuple[str, Tensor]], *, averages_all: bool) -> None:
     """Check the parameters ``named`` before every step of ``attached``.
 
-    ``averages_all``: whether gradients of parameters that begin to require them are averaged.
+    ``averages_all``: whether the engine also averages gradients of parameters unfrozen later.
     """
     attached.session.follow(_Model(attached, TrainedSet(named), averages_all))
 

@@ -1,4 +1,4 @@
-"""State which ranges of the weights this rank holds under FSDP2 or DDP, for publishing.
+"""List the ranges of weights that this rank holds under FSDP2 or DDP, for publishing.
 
 Under FSDP2 the sharded parameters are read, whether a parameter is gathered at the moment or not.
 Where a mixed-precision policy names a 16-bit ``param_dtype``, the model computes with the rounded
@@ -35,7 +35,7 @@ KEY = "publish"
 
 
 def weights_of(model: nn.Module) -> EngineWeights:
-    """Return the weights of ``model``; ``refused`` on a cut that has no even rows."""
+    """Return the weights of ``model``; ``refused`` is set if shards are not whole rows."""
     if isinstance(model, DistributedDataParallel):
         weights = _replicated(model.module, ranks_of(model.process_group))
         return with_tables(weights, model.module)
@@ -115,10 +115,10 @@ def mesh_ranks(model: nn.Module) -> tuple[int, ...]:
 
 
 class _KnownShards:
-    """Check, when called, that a sharded model still has the parameters it began with.
+    """Check, when called, that a sharded model still has its original parameters.
 
-    A module holds FSDP2's sharded or gathered parameter. FSDP2 itself may replace shards, so only
-    their shape, and the dtype in which the model computes, are compared.
+    A module must hold FSDP2's sharded or gathered parameter. FSDP2 itself may replace shards, so
+    only the shards' shape, and the dtype in which the model computes, are compared.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _KnownShards:
 
 
 def places_of(info: Any, modules: dict[int, str]) -> list[str]:
-    """Return the names of a parameter: its first, and those under which it is tied."""
+    """Return the names of a parameter: its first name, and its further names if it is tied."""
     places = [
         (info.module, info.param_name),
         *zip(info.shared_modules, info.shared_param_names, strict=True),

@@ -1,9 +1,8 @@
 """Return the figures of the last report of a model's ledger, under any engine.
 
-Names are those of ``metric_names``, ``train/compression/...``, so every log uses the same names. A
-W&B run that the process has open gets the figures automatically, under these names on the axis of
-optimizer steps (``wandb_run``); a trainer that logs into the same run writes the same value there
-once more.
+Names are those of ``metric_names``, ``train/compression/...``, so every log uses the same names. An
+open W&B run of the process gets the figures automatically, under these names, with optimizer steps
+as the axis (``wandb_run``); a trainer that logs into the same run writes each value a second time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def take(model: nn.Module | None) -> dict[str, float]:
     """Return names and figures of the report made since the last call; empty without one.
 
     ``model``: a DeepSpeed engine, a model under ``fully_shard`` or DistributedDataParallel, or a
-    module that contains one. Every rank gets the figures, which are of the whole job.
+    module that contains one. Every rank gets the figures of the whole job.
     """
     if model is None:
         return {}

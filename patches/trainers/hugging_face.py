@@ -4,10 +4,10 @@ The Trainer's ``log`` writes to ``log_history`` (saved as ``trainer_state.json``
 and to every reporter (TensorBoard, W&B, MLflow, ...), so the figures go there. A callback does not
 know which Trainer calls it, so this one gets the Trainer as an argument.
 
-Under DeepSpeed the Trainer's checkpoints hold hybridcomp's state already. Under FSDP2 and DDP they
-hold weights and optimizer states only; there this callback writes a folder ``hybridcomp`` into each
-of them, with the step that ``start_step`` and ``ramp`` count by, residuals, and the state of guard
-and islands, and reads it when a run is resumed.
+Under DeepSpeed the Trainer's checkpoints hold hybridcomp's state already. Under FSDP2 and DDP
+checkpoints hold weights and optimizer states only; there this callback writes a folder
+``hybridcomp`` into each checkpoint, with the step count of ``start_step`` and ``ramp``, residuals,
+and the state of guard and islands, and reads the folder when a run is resumed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
             trainer: a ``transformers.Trainer``.
             block: as for ``hybridcomp.attach``, under FSDP2 and DDP; None: that of
                 ``hybridcomp.install`` or HYBRIDCOMP_CONFIG. Under DeepSpeed it stands in the
-                DeepSpeed file.
+                DeepSpeed configuration file.
             resume_from: the checkpoint that a run is resumed from; None: ``checkpoint-<step>`` in
                 the output folder, which ``resume_from_checkpoint=True`` also takes.
         """
@@ -91,8 +91,8 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
         """Log the report of this step, if there is one, on all ranks, as the Trainer does."""
         figures: dict[str, float] = take(self._trainer.model_wrapped)
         if figures:
-            due = control.should_log  # logging unsets it, but the losses of this step must follow
-            # this skips a subclass's ``log``: TRL's averages other figures whenever it is called
+            due = control.should_log  # ``log`` unsets it, but the step's losses are logged later
+            # the Trainer's own ``log``, since TRL's override averages its figures at every call
             named = {trainer_name(name): value for name, value in figures.items()}
             Trainer.log(self._trainer, named)
             control.should_log = due

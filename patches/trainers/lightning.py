@@ -1,7 +1,8 @@
 """Log figures in Lightning's loggers (CSV, TensorBoard, W&B, ...).
 
-Under DeepSpeed Lightning's checkpoints hold the residuals of error feedback. Those of its other
-strategies do not: call ``hybridcomp.save_state(folder)`` and ``load_state(folder)`` beside them.
+Under DeepSpeed, Lightning's checkpoints hold the residuals of error feedback. Under Lightning's
+other strategies they do not: whenever you save or load a checkpoint, also call
+``hybridcomp.save_state(folder)`` or ``load_state(folder)``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class LedgerCallback(lightning.Callback):  # type: ignore[misc]
     """Log the ledger's figures: ``lightning.Trainer(callbacks=[LedgerCallback()], ...)``."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        """Log the report of this batch, if any, under its step, which Lightning counts from 0."""
+        """Log the report of this batch, if any, under Lightning's step number (from 0)."""
         figures = take(trainer.strategy.model)
         if figures:
             for logger in trainer.loggers:

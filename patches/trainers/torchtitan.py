@@ -1,6 +1,6 @@
 """Log figures in torchtitan's TensorBoard and W&B, and save residuals in its checkpoints.
 
-They are torchtitan's overrides, named on its command line; no configuration has to be changed.
+Name the two torchtitan overrides on its command line; no configuration has to be changed:
 
 ``-m torchtitan.train ... --override.imports hybridcomp.patches.trainers.torchtitan.ledger_metrics``
 ``hybridcomp.patches.trainers.torchtitan.checkpoints``
@@ -51,7 +51,7 @@ class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
 
 @override(target=MetricsProcessor.Config, exact=True)  # type: ignore[untyped-decorator]
 def ledger_metrics(config: Any) -> Any:
-    """Override torchtitan's metrics by ``LedgerMetrics``, with the same settings."""
+    """Replace torchtitan's metrics class by ``LedgerMetrics``, with the same settings."""
     return derive(config, LedgerMetrics.Config)
 
 
@@ -74,9 +74,9 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
 
 @override(target=CheckpointManager.Config, exact=True)  # type: ignore[untyped-decorator]
 def checkpoints(config: Any) -> Any:
-    """Override torchtitan's checkpoints by ``Checkpoints``, with the same settings.
+    """Replace torchtitan's checkpoint manager by ``Checkpoints``, with the same settings.
 
-    A checkpoint that was written without it is loaded with
+    To load a checkpoint that was written without this override, pass
     ``--checkpoint.exclude_from_loading hybridcomp``.
     """
     return derive(config, Checkpoints.Config)

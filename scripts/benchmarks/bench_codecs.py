@@ -157,7 +157,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def measure(subjects: list[Subject], repeats: int) -> None:
-    """Time every subject, each after a copy; all copies count for every phase of the first row."""
+    """Time a copy before every subject; each phase of the first row gets all copies' times."""
     copy, *others = subjects
     copy.seconds = dict.fromkeys(PHASES, [])
     for _ in range(repeats):

@@ -33,12 +33,12 @@ from hybridcomp.codecs import StepCode
 
 RATES = [1e-3, 3e-4, 1e-4, 1e-6]
 OTHER = "int32 + bf16"
-#: bits per value by label during pretraining; GB/s of weights on one core where at most MOST_SPARSE
-#: changed
+#: maximum bits per value by the trace's label; maximum bits over the entropy; minimum GB/s of
+#: weights on one core where at most the share MOST_SPARSE of the weights changed
 MOST_BITS = {"0.001": 4.4, "0.0003": 2.8, "0.0001": 1.9, "1e-06": 0.3}
 MOST_OF_ENTROPY, MOST_SPARSE, LEAST_SPEED = 1.1, 0.05, 1.0
-#: where 1 to 5 % changed: bits per changed value, then bounds as shares of zstd on positions and on
-#: gaps
+#: where 1 to 5 % of the weights changed: maximum bits per changed value, and maximum size relative
+#: to zstd on positions and to zstd on gaps
 MOST_CHANGED_BITS, MOST_OF_POSITIONS, MOST_OF_GAPS = 7.0, 1 / 6, 0.4
 
 Row = dict[str, float]
@@ -75,7 +75,7 @@ def _in_place(codec: StepCode, payload: Tensor, reference: Tensor, held: Tensor)
 
 
 def missed_targets(rows: Mapping[str, Row]) -> list[str]:
-    """Return a line for each target that this run missed; ``rows`` by the traces' labels."""
+    """Return a line for each target that this run missed; ``rows``: a row per trace label."""
     missed = []
     for label, row in rows.items():
         share, most = row["stepcode"] / row["entropy"], MOST_BITS.get(label, 16.0)

@@ -12,7 +12,7 @@ The tables explain themselves; the JSON has bits, seconds and GB/s too. Targets 
 small messages at 1 MB (gpu_bench/targets.py).
 
 It also measures the cost of exchanging radix payload sizes first, and prints the message length
-from which radix pays off, beside the threshold of `codec: "auto"`.
+from which radix pays off, next to the threshold of `codec: "auto"`.
 
 First it runs `pytest -m gpu tests/kernels/cuda` (skip with `--no-tests`), which checks that kernels
 write the same bytes as on the CPU, that a replayed CUDA graph gives the same result and that an
@@ -74,7 +74,7 @@ class Found:
 
 
 def sources(only: Sequence[str] = ()) -> dict[str, Source]:
-    """Return all subjects by name; ``only`` keeps those whose name contains any of its words."""
+    """Return the subjects by name: all, or those whose name contains a word of ``only``."""
     mine: dict[str, Source] = {
         name: partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()
     }

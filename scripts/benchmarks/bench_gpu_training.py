@@ -7,9 +7,9 @@ NCCL treats each rank as a separate host, so ranks talk over sockets at about 14
 layout run at once and take turns of a few steps; each turn is compared with native bf16's turn of
 the same round. The arm "compute" is native training with messages truncated to a few elements: the
 step time without a wire. Records are appended to --out, which several calls may share. At the end
-the tables of all records are printed and written beside it as .md: each arm's speed as a share of
-the speed that its bytes allow, marked MISSED below the target. --resume measures only the missing
-rounds and exits with 75 if --budget ran out first; run the same command again to continue.
+the tables of all records are printed and written to a .md file next to --out: each arm's speed as a
+share of the speed that its bytes allow, marked MISSED below the target. --resume measures only the
+missing rounds and exits with 75 if --budget ran out first; run the same command again to continue.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[list[Arm]]:
-    """Return arms that run at once: in each part the reference, the wireless one, and others."""
+    """Return the parts, lists of arms that run at once: reference, "compute" and some others."""
     place = LAYOUTS[layout]
     beside = beside or max(4, 10 - place.nodes * place.per_node)
     known = {arm.name for arm in gpu_cells.arms_of(layout)}

@@ -13,8 +13,8 @@ launch, torch's allocation of GPU memory and NCCL's time per message are not inc
 For each kind of message, such as gradient buckets with owners (ZeRO 1 and 2), unequal shards,
 coalesced parameter gathers, two-level messages, low rank and the guard's sums, it prints
 microseconds, multiples of a `Tensor.copy_` of four values, and launches, by `--ranks` of the group.
-Microseconds are CPU time, which other load hardly affects, as medians over rounds; each round is
-preceded by a round of that copy, by whose multiples runs are compared.
+Microseconds are CPU time, which other load hardly affects, as medians over rounds. A round of the
+copy precedes each round; to compare runs, use the multiples of the copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hybridcomp.kernels.cuda.launcher import Words
 
 ROUNDS, CALLS = 200, 20
 MOST_S = 1.5  # per kind of message: slow kinds get fewer rounds, at least three
-#: default size of a message, and of a bucket with owners where group sizes are compared
+#: default megabytes: of a message, and with --ranks of a bucket with owners
 MEGABYTES, OF_MANY_RANKS = 0.5, 25.0
 #: elements of messages other than buckets: here the CPU copies the parts that stay on a rank
 SHORT = 1 << 19
@@ -84,7 +84,7 @@ def as_on_a_gpu(ranks: int = RANKS) -> Iterator[None]:
 
 
 def measure(run: Callable[[], object], reference: Callable[[], object]) -> tuple[float, float]:
-    """Return median microseconds of a call, and that over the reference copy."""
+    """Return the median microseconds of a call, and the median ratio to the reference copy."""
     run()
     found, ratios = [], []
     end = time.perf_counter() + MOST_S
@@ -112,7 +112,7 @@ def kinds_of(codec: Codec, values: torch.Tensor, ranks: int) -> dict[str, Callab
 def figures(codec: Codec, values: torch.Tensor, ranks: int) -> dict[str, tuple[float, float, int]]:
     """Return microseconds, multiples of a copy and launches, by kind, in a group of ``ranks``.
 
-    ``values``: of the buckets with owners; other messages have at most SHORT.
+    ``values``: the bucket with owners; other messages send at most its first SHORT values.
     """
     target, source = torch.empty(4), torch.empty(4)
     found = {}

@@ -9,10 +9,10 @@ scripts/benchmarks/gpu_losses.py --data data/gpt2 --budget 480 --out runs/gpu/lo
 (training_bench/gpu_memory.py) and get the same sums as over NCCL.
 
 A pair is the native and the compressed training of one seed, started together with the same weights
-and data. Held-out loss is evaluated --evaluations times in the last fifth of the steps; a seed's
-gap is the mean, its 95 % interval is over seeds. A call starts only pairs that fit its --budget; a
-finished training keeps its log in --out and is not repeated. It exits with 75 while seeds are
-missing; run the same command again to continue.
+and data. Held-out loss is evaluated --evaluations times in the last fifth of the steps. A seed's
+gap is the mean over these evaluations; the 95 % interval is that of the mean over seeds. A call
+starts only pairs that fit its --budget; a finished training keeps its log in --out and is not
+repeated. It exits with 75 while seeds are missing; run the same command again to continue.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lab.team import sigterm_raises
 EVAL_TOKENS = 2**19
 #: seconds of the budget reserved for work after the last step
 RESERVE_S = 8.0
-#: failing pairs after which no other starts
+#: failing pairs after which no other pair starts
 FAILURES = 2
 #: percent: the maximum gap aimed at
 AIM = 0.1
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def hold_to_method(asked: argparse.Namespace) -> None:
-    """Raise ValueError if the trainings in ``asked.out`` had other settings; else note these."""
+    """Raise ValueError if trainings in ``asked.out`` had other settings; else store these."""
     file, own = asked.out / "method.json", asdict(asked.method)
     if file.is_file():
         there = json.loads(file.read_text())
@@ -209,7 +209,7 @@ def _patience(asked: argparse.Namespace) -> float:
 
 
 def gaps(name: str, asked: argparse.Namespace) -> Iterator[float]:
-    """Yield the gap to native, in percent, of each seed that has both trainings."""
+    """Yield the loss gap in percent for each seed whose native and compressed runs are done."""
     for seed in asked.seeds:
         logs = [log_of(Case(one, seed), asked) for one in (BASELINE, name)]
         if all(logs):

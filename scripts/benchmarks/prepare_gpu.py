@@ -10,7 +10,7 @@ wheels/   packages that the machine lacks (--wheels), for its Python
 native/   the extensions of this checkout, built for its Python, and the package's metadata
 kernels/  the CUDA kernels that the benches and the trainings launch, compiled for its GPU by NVRTC
           of its version: an image is looked up by the compiler's version too
-data/     the data of the speed and of the losses, compressed
+data/     the data of the speed benchmark and the loss study, compressed
 
 Existing folders are replaced. --python: a local interpreter of that machine's version.
 """
@@ -99,7 +99,7 @@ def _wheel(python: str, requirement: str, out: Path) -> None:
 
 
 def native(asked: argparse.Namespace, out: Path) -> None:
-    """Build the extensions and the metadata of this checkout, which make it installed."""
+    """Build this checkout's extensions, and the metadata that makes it count as installed."""
     with tempfile.TemporaryDirectory() as built:
         _wheel(asked.python, str(ROOT), Path(built))
         (wheel,) = Path(built).glob("hybridcomp-*.whl")
@@ -110,7 +110,7 @@ def native(asked: argparse.Namespace, out: Path) -> None:
 
 
 def kernels(asked: argparse.Namespace, out: Path) -> None:
-    """Compile the kernels in processes that load that NVRTC version."""
+    """Compile the kernels in a process that loads the NVRTC version of --nvrtc."""
     paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {"CUPY_CACHE_DIR": str(out), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     code = "from benchmarks.gpu_bench import prebuild; prebuild.compile_here({}, {!r})"
@@ -121,7 +121,7 @@ def kernels(asked: argparse.Namespace, out: Path) -> None:
 
 
 def _nvrtc(version: str, folder: Path) -> dict[str, str]:
-    """Fetch that NVRTC into ``folder``; return an environment in which CuPy loads it first."""
+    """Fetch NVRTC ``version`` into ``folder``; return an environment in which CuPy uses it."""
     package = "nvidia-cuda-nvrtc" + ("-cu12" if version.startswith("12.") else "")
     _call(
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder),

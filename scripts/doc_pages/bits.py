@@ -28,9 +28,9 @@ class Message:
 
     operation: Operation
     bits: float  # per value on the wire
-    #: only between ranks on different nodes, each of which holds a part of its node's values
+    #: True if each rank holds a part of its node's values and sends it to other nodes only
     between: bool = False
-    #: a second gather, which skips parameters that are kept after the forward pass
+    #: True for the backward pass' gather, which skips parameters kept since the forward pass
     again: bool = False
 
     @property
@@ -81,9 +81,9 @@ class Job:
     recommended: tuple[Message, ...]
     #: micro-batches per message
     accumulated: int = 1
-    #: whether its bytes were counted (docs/results/bytes.md, tests/training/test_wire.py)
+    #: whether the job's bytes were counted (docs/results/bytes.md, tests/training/test_wire.py)
     counted: bool = True
-    #: whether the table has it
+    #: whether the generated table has a row for the job
     told: bool = True
 
 
@@ -145,7 +145,8 @@ def across(
         messages: messages of all ranks.
         nodes: number of nodes, each of ``per_node`` ranks.
         per_node: ranks of a node.
-        levels: reduce and gather within a node first, as hybridcomp does; else rings of all ranks.
+        levels: True: reduce and gather within a node first, as hybridcomp does; False: rings over
+            all ranks.
         kept: share of the parameters that is gathered only once.
     """
     ring, pairs = 1 - 1 / (nodes * per_node), 1 - 1 / nodes

@@ -6,7 +6,7 @@ from typing import Any
 
 from doc_pages.json_rows import dumps
 
-#: link of a node -> keys beside the preset; None: native messages are as fast
+#: link of a node -> its kind; None where native messages are as fast as compressed ones
 LINKS = {
     "up to 1 Gb/s": "slow",
     "1 to 25 Gb/s": "Ethernet",

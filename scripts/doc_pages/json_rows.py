@@ -1,4 +1,4 @@
-"""Write JSON with nested objects down to some depth, and each value below on one line."""
+"""Write JSON: objects indented down to a given depth, each deeper value on one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def dumps(value: Any, depth: int) -> str:
-    """Return ``value`` as JSON: objects of the first ``depth`` levels nested, all else in rows.
+    """Return ``value`` as JSON: the first ``depth`` levels indented, deeper values one per line.
 
     Changing an entry then changes one line. Keeps the order of keys.
     """

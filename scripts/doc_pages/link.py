@@ -1,4 +1,4 @@
-"""Tabulate the traffic over the slow link, by the planner's and validator's code."""
+"""Tabulate traffic over the slow link, computed by the planner's and validator's code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LAYOUTS: dict[str, Layout] = {
 
 
 def table() -> str:
-    """Return the rows: bits per parameter and step, native and encoded, and bytes per rank."""
+    """Return the table: bits sent per parameter and step, and a rank's bytes per parameter."""
     return "\n".join([HEAD, "|---" * 6 + "|", *map(_row, _LAYOUTS), _plus_plus(), _hsdp()])
 
 

@@ -35,7 +35,7 @@ def presets() -> str:
 
 
 def _cell(config: CompressionConfig, name: Dimension) -> str:
-    """Return the codec of a preset's dimension, in both directions if they differ."""
+    """Return a dimension's codec in a preset; two codecs if the directions differ."""
     found = config.codecs()
     specs = dict.fromkeys(
         codec.spec if codec else "native"

@@ -1,4 +1,4 @@
-"""Update sentences that name upstream releases from the requirements."""
+"""Update the upstream releases named in pages to those of the package's requirements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DEEPSPEED, MEGATRON = "DeepSpeed", "megatron-core"
 ERRORS = "errors.md"
 #: name in sentences -> requirement
 REQUIREMENTS: Mapping[str, str] = {DEEPSPEED: ds.REQUIREMENT, MEGATRON: mcore.REQUIREMENT}
-#: page below docs/ -> upstreams whose releases it names; of megatron-core only sentences that start
-#: with a range, since others describe a script or measurement
+#: page below docs/ -> upstreams whose releases it names. For megatron-core only the first range is
+#: updated, since its other releases in pages describe a script or measurement
 PAGES: Mapping[str, tuple[str, ...]] = {
     "../README.md": (DEEPSPEED, MEGATRON),
     "getting_started.md": (DEEPSPEED, MEGATRON),

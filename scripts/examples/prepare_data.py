@@ -46,7 +46,7 @@ def standard_library() -> list[Path]:
 
 
 def collect(inputs: Sequence[str], suffix: str) -> tuple[list[Path], set[Path]]:
-    """Return the sorted files of ``inputs`` (files, folders, globs), and those named explicitly.
+    """Return the sorted files of ``inputs`` (files, folders, globs), and the inputs that are files.
 
     A folder stands for all non-hidden files below it that end with ``suffix``. Raises DatasetError
     for an input that matches nothing.
@@ -164,10 +164,9 @@ def encode_bpe(documents: Sequence[bytes], vocabulary: int) -> list[Tokens]:
 
 
 def split(documents: Sequence[Tokens], fraction: float) -> tuple[list[Tokens], list[Tokens]]:
-    """Split into train and validation documents, at least one each, the latter with about
-    ``fraction`` of the tokens.
+    """Split into train and validation documents, at least one each.
 
-    Splits a single document in two.
+    Validation gets about ``fraction`` of the tokens. A single document is cut in two.
     """
     if len(documents) == 1:
         length = len(documents[0])

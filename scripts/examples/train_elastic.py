@@ -107,7 +107,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sampl
 
 
 def report(log: Path | None, step: int, drawn: list[int], loss: Tensor) -> None:
-    """Write the number of samples of all ranks and their mean loss."""
+    """Append all ranks' sample numbers and mean loss in a step to ``log``, on rank 0."""
     if log is None:
         return
     every: list[tuple[list[int], float]] = [([], 0.0)] * dist.get_world_size()

@@ -4,11 +4,11 @@
 deepspeed --num_gpus 2 train_gpt.py --deepspeed_config configs/ds_zero1_baseline.json
 
 --deepspeed_config sets precision, ZeRO, optimizer, learning rate schedule and batch sizes;
-prepare_data.py writes the two datasets. With --pp N the model is a PipelineModule of N stages; with
---tp N megatron-core shards its layers over N ranks, with --tp2d Q hybridcomp over Q x Q. Other
-ranks are replicas. With --cp N every N replicas share their sequences by hybridcomp's ring
-attention. With --pp N --slices auto the pipeline runs slices of the sequences instead of
-micro-batches.
+prepare_data.py writes the two datasets. With --pp N the model is a PipelineModule of N stages. With
+--tp N megatron-core shards the layers over N ranks; with --tp2d Q hybridcomp shards them over Q x Q
+ranks. Other ranks are replicas. With --cp N groups of N replicas share each sequence by
+hybridcomp's ring attention. With --pp N --slices auto the pipeline runs slices of the sequences
+instead of micro-batches.
 
 torchrun --nproc-per-node 2 scripts/examples/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 
@@ -37,8 +37,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# before any process group exists: when imported later, as by DistributedDataParallel, its functions
-# hold the group as a default argument, and gloo's threads outlive the interpreter
+# import it before any process group exists: if DistributedDataParallel imports it later, its
+# functions hold the group as a default argument, and gloo's threads outlive the interpreter
 import torch.distributed.nn.functional
 from deepspeed.accelerator import get_accelerator
 from gpt import loop

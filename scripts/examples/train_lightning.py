@@ -30,7 +30,7 @@ from hybridcomp.patches.trainers.lightning import LedgerCallback
 ZERO = Path(__file__).with_name("lightning_zero.json")
 
 
-class Classifier(lightning.LightningModule):  # type: ignore[misc]  # not installed where it is checked
+class Classifier(lightning.LightningModule):  # type: ignore[misc]  # not installed for mypy
     """A small classifier."""
 
     def __init__(self, fsdp2: bool) -> None:

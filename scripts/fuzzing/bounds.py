@@ -1,4 +1,4 @@
-"""Check codecs, moved messages and sums with hostile values against their promised bounds.
+"""Check codecs, messages and sums of messages against their promised bounds on hostile values.
 
 Every value is compared in float64. A stored failure consists of the turn's seed and number.
 """
@@ -21,13 +21,13 @@ from hybridcomp.codecs import VALUE_DTYPES
 PARTS: dict[str, Callable[[Tensor, random.Random], Turn]] = {
     "codec": try_codec, "moved": try_moved, "sum": try_sum,
 }  # fmt: skip
-#: a sum compares only one of several ranks' values, so it gets two turns
+#: checks in turn; sums get two turns, since a sum of several ranks compares few values
 ORDER = ("codec", "moved", "sum", "sum")
 
 
 @dataclass
 class Result:
-    """Number of values compared, by check and dtype, and those out of bounds."""
+    """Numbers of compared values, by check and dtype, and the turns that were out of bounds."""
 
     tried: dict[str, int] = field(default_factory=dict)
     subnormal: dict[str, int] = field(default_factory=dict)  # among the values sent
@@ -40,7 +40,7 @@ class Result:
         return sum(self.tried.values())
 
     def count(self, part: str, dtype: torch.dtype, numel: int, tiny: int) -> None:
-        """Count ``numel`` compared values of ``part``, made of ``tiny`` subnormals."""
+        """Count ``numel`` compared values of ``part``, and ``tiny`` subnormals among those sent."""
         word = str(dtype).removeprefix("torch.")
         key = f"{part} {word}"
         self.tried[key] = self.tried.get(key, 0) + numel

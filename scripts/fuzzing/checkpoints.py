@@ -1,6 +1,6 @@
-"""Damage the files that hybridcomp keeps beside a checkpoint in fifty ways.
+"""Damage, in fifty ways, the files that hybridcomp adds to a checkpoint's folder.
 
-Each damages a folder with two ranks' files and lists the words that the error must contain.
+Each damage changes a folder with two ranks' files and lists the words that the error must contain.
 ``flips`` are seeded bit flips in any record.
 """
 

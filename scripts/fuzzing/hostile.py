@@ -72,7 +72,7 @@ def subnormals(values: Tensor) -> int:
 
 
 def by_block(values: Tensor, numel: int, block: int) -> Tensor:
-    """Split into messages of ``numel`` values and these into blocks, the last zero-padded.
+    """Split into messages of ``numel`` values, and each message into blocks, the last 0-padded.
 
     Returns shape ``(len(values) // numel, blocks, block)``.
     """

@@ -97,7 +97,7 @@ class Job:
                 "--num_gpus", count, "--master_addr", "127.0.0.1", "--master_port",
                 str(one_gpu.free_port()), "--module", "hybridcomp.run", script,
             ],
-            # not --master_port: all restarts share the store of a static rendezvous
+            # no --master_port: in a static rendezvous all restarts would share a store
             "torchrun": [
                 "--nproc_per_node", count, "--standalone",
                 "--max_restarts", str(self.settings.get("restarts", 0)),

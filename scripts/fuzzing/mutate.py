@@ -25,8 +25,8 @@ def place(choose: random.Random, length: int) -> int:
 def mutate(choose: random.Random, payload: bytes, other: bytes, multiple: int = 1) -> bytes:
     """Return ``payload`` with one to three damages.
 
-    ``other``: another message, parts of which may replace its own. ``multiple``: keeps lengths
-    multiples of it.
+    ``other``: another payload, whose parts may replace parts of ``payload``. ``multiple``: number
+    of bytes of which the result's length is a multiple.
     """
     found = bytearray(payload)
     for _ in range(choose.randint(1, 3)):

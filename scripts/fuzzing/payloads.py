@@ -59,9 +59,9 @@ class Result:
 
     codec: str
     tried: int
-    decoded: int  # to garbage, or the damage missed the values
+    decoded: int  # cases decoded to garbage, or whose damage missed the values
     refused: int  # with an error message
-    largest: float  # allocation of one call over its payload's size
+    largest: float  # largest allocation of a call, over its payload's size
     failure: str = ""  # output of the sanitizer or the driver
     reproducer: Path | None = None
 

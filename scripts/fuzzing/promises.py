@@ -1,4 +1,4 @@
-"""Check codecs, moved messages and sums against their bounds on hostile values.
+"""Check codecs, messages and sums of messages against their bounds on hostile values.
 
 The kernels encode and decode every message; its bound is computed here in float64 from the values
 alone. Sums repeat the steps of ``collectives`` without communication: ranks encode, an owner
@@ -63,7 +63,7 @@ class Turn:
 
 
 def spoils(codec: Codec) -> int:
-    """Return the number of aligned values of a message that a single NaN turns into NaN."""
+    """Return the block size: a single NaN may turn all values of its block into NaN."""
     if codec.name == "blockint":
         return 64 if getattr(codec, "rotate", False) else 32
     return 4 if codec.name == "zfp" else 1
@@ -110,13 +110,13 @@ def _promise(choose: random.Random, families: tuple[str, ...], dtype: torch.dtyp
     if family in FIXED:
         return Bounded(bound, "rel", 4096, family)
     mode: Mode = choose.choice(("rel", "rel", "rel", "abs"))
-    if mode == "abs" and choose.random() < 0.5:  # also as small as small values
+    if mode == "abs" and choose.random() < 0.5:  # bounds as small as the smallest values too
         bound *= 2.0 ** choose.randint(-30 if dtype == torch.float32 else -14, 0)
     return Bounded(bound, mode, choose.choice(SEGMENTS), family)
 
 
 def try_moved(values: Tensor, choose: random.Random) -> Turn:
-    """Send a message within ``error_bound``."""
+    """Check a message that is only sent, not summed, against its ``error_bound``."""
     promise = _promise(choose, ("auto", "auto", "auto", "radix", "radix", *FIXED), values.dtype)
     numel, dtype = choose.choice(NUMELS), values.dtype
     values = values[: NUMEL // numel * numel]
@@ -135,7 +135,7 @@ def try_moved(values: Tensor, choose: random.Random) -> Turn:
 
 
 def try_sum(values: Tensor, choose: random.Random) -> Turn:
-    """Sum the values of two to eight ranks by one of four algorithms."""
+    """Check a sum over two to eight ranks, by one of four algorithms, against its bound."""
     dtype = values.dtype
     way = choose.choice(("two hops", "two hops", "pair", "owner", "two levels"))
     ranks = {"pair": 2, "two levels": choose.choice((4, 6, 8))}.get(way, choose.randint(2, 8))
@@ -163,7 +163,7 @@ def _added(codec: Codec, encoded: list[Tensor], own: Tensor, numel: int) -> Tens
 
 
 def _two_hops(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """All-reduce over three or more ranks; checks the values that the first owns."""
+    """All-reduce over three or more ranks; return the chunk that the first rank owns."""
     dtype = parts[0].dtype
     used = codec.split_error_budget(2, len(parts), result=dtype, exact=1)
     total = _added(used[0], parts[1:], parts[0], numel)
@@ -184,7 +184,7 @@ def _owner(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple
 
 
 def _two_levels(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """All-reduce between nodes of two ranks, whose local sums are exact up to fp32."""
+    """All-reduce in two levels over nodes of two ranks, with native fp32 sums inside a node."""
     dtype = parts[0].dtype
     nodes = [one.float() + two.float() for one, two in zip(parts[::2], parts[1::2], strict=True)]
     between = codec.for_presummed(2, dtype)

@@ -18,11 +18,12 @@ from typing import Any
 from fuzzing.checkpoints import FILE, flip_record
 from fuzzing.jobs import Job
 
-#: process group timeout in seconds of jobs that it ends; a launcher then gives a stopped rank 30
+#: seconds: process group timeout of jobs that this timeout must end; time that a launcher then
+#: gives a stopped rank
 TIMEOUT = 10
 LAUNCHER_S = 30
-#: seconds for imports and start-up on a busy machine; timeout of all other jobs, which only their
-#: strike may end
+#: seconds for imports and start-up on a busy machine; also the process group timeout of all other
+#: jobs, which only the strike may end
 START_S = 600
 
 
@@ -34,10 +35,10 @@ class Strike:
     settings: dict[str, Any]
     rank: int = 0
     step: int = 0
-    says: list[str] = field(default_factory=list)  # patterns in the output
+    says: list[str] = field(default_factory=list)  # patterns that the output must contain
     finishes: bool = False
     prepare: Callable[[Path], None] = lambda folder: None
-    act: Callable[[Job, int], None] | None = None  # at that step; None: prepared before the start
+    act: Callable[[Job, int], None] | None = None  # at ``step``; None: ``prepare`` strikes
 
 
 @dataclass
@@ -189,7 +190,7 @@ def run(
 
 
 def _strike(strike: Strike, job: Job) -> list[str]:
-    """Strike when the rank reaches its step; return problems before that."""
+    """Strike when the rank reaches the strike's step; return why it did not reach it."""
     if strike.act is None:
         return []
     deadline = time.monotonic() + START_S

@@ -104,7 +104,7 @@ class Lab:
     ) -> Result:  # fmt: skip
         """Run ``command`` on every rank, or once on every node, and wait.
 
-        When a rank fails the others get GRACE_S.
+        If a rank fails, the other ranks get GRACE_S seconds to end.
         """
         before = self.traffic()
         with self.started(command, per=per, echo=echo) as team:
@@ -151,7 +151,7 @@ class Lab:
                 team.end()
 
     def shape(self, rates: Rates) -> None:
-        """Change the rates of the links while ranks run; drops packets queued in front of one."""
+        """Change link rates while ranks run; drops packets queued in front of a changed link."""
         before = link_ends(self.layout, self.rates, self.prefix)
         now = link_ends(self.layout, rates, self.prefix)
         for (namespace, interface, old), (_, _, new) in zip(before, now, strict=True):

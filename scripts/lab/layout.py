@@ -16,8 +16,8 @@ UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 #: 1 ms, 2.6 ms with 0.25 ms. With 0.1 ms the kernel's timer is too late: 34 MB, which need 535 ms,
 #: took 926 ms instead of 578.
 BURST_S = 2.5e-4
-#: seconds of traffic that may queue in front of a link, and the queue's fewest bytes, as a switch
-#: port buffers them. With 50 ms alone (125 kB at 20 Mb/s) four ranks that each sent 1 MB to two
+#: seconds of traffic that may queue in front of a link, as in a switch port's buffer, and the
+#: queue's minimum bytes. With 50 ms alone (125 kB at 20 Mb/s) four ranks that each sent 1 MB to two
 #: others lost 80 to 300 packets in 20 turns; with a second, none.
 QUEUE_S, QUEUE_NBYTES = 0.05, 2_000_000
 
@@ -109,7 +109,7 @@ def address(node: int) -> str:
 def gso_nbytes(rate: int) -> int:
     """Return the largest packet that a sender may hand to a link of ``rate`` in one piece.
 
-    64 KB are 5 ms of a 100 Mb/s link, whose bucket would have to hold them.
+    The link's bucket has to hold such packets, and 64 KB would be 5 ms of a 100 Mb/s link.
     """
     return max(4096, min(65536, int(rate * BURST_S / 16)))
 
@@ -154,8 +154,8 @@ def link_ends(layout: Layout, rates: Rates, prefix: str) -> list[tuple[str, str,
 def wiring(layout: Layout, rates: Rates, prefix: str, mtu: int) -> list[list[str]]:
     """Return the commands that build the lab: namespaces ``<prefix>sw`` and ``<prefix>n<node>``.
 
-    Every node has a veth pair to its switch, a bridge; with several switches each has one to the
-    core, a bridge as well. Links are shaped at both ends, so each way has the rate.
+    Every node has a veth pair to its switch, a bridge; with several switches, every switch has a
+    veth pair to the core, a bridge as well. Both ends of a link are shaped.
     """
     switch = f"{prefix}sw"
     commands = [["ip", "netns", "add", switch]]
@@ -175,9 +175,9 @@ def wiring(layout: Layout, rates: Rates, prefix: str, mtu: int) -> list[list[str
     return commands
 
 
-#: TCP as most machines run it: cubic (bbr took 1.5 ms more for each message after a second without
-#: any), and connections that were idle, as of ranks that compute, keep their window instead of
-#: starting again with 14 kB
+#: TCP as most machines run it: cubic (bbr took 1.5 ms more for each message after an idle second).
+#: Connections that are idle while ranks compute keep their window instead of starting again with
+#: 14 kB
 TCP = (
     "cd /proc/sys/net/ipv4; echo 0 > tcp_slow_start_after_idle; "
     "echo cubic > tcp_congestion_control || echo reno > tcp_congestion_control"

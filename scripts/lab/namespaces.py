@@ -124,9 +124,9 @@ def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[
 
     The child is pinned to ``cores`` and ends with the lab. ``alone``: every rank has a core; then
     the child runs as SCHED_BATCH, so that a waking thread does not preempt the running one. Unlike
-    real links, these deliver before ``send`` returns: gloo's thread wakes while the sender holds
-    the connection's lock, and would spin on the sender's core for a time slice, 3 to 4 ms of every
-    other small message. Ranks that share a core would wait for each other's slices instead.
+    real links, the lab's deliver before ``send`` returns: gloo's thread wakes while the sender
+    holds the connection's lock, and would spin on the sender's core for a time slice, 3 to 4 ms of
+    every other small message. On shared cores SCHED_BATCH would make ranks wait for each other.
     """
 
     def enter() -> None:

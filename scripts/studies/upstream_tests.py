@@ -168,7 +168,7 @@ def again(run: Run, file: str, names: Sequence[str], times: int) -> dict[str, tu
 
 
 def compared(run: Run, file: str, times: int) -> tuple[dict[str, str], dict[str, str], int]:
-    """Return every test's outcome both ways, and how many pass more often without hybridcomp."""
+    """Return outcomes without and with hybridcomp, and how many tests pass less often with it."""
     start = time.monotonic()
     plain, armed = run.outcomes(file, False), run.outcomes(file, True)
     seconds = time.monotonic() - start

@@ -150,13 +150,13 @@ def _encoded(
 
 
 def meetings(config: CompressionConfig, share: int, islands: int) -> list[MemoryItem]:
-    """Return the memory of ``islands`` islands on a rank with ``share`` of the weights, in fp32.
+    """Return the memory that meetings of ``islands`` islands take on a rank of ``share`` weights.
 
-    State: the weights at the start, the momentum, the residuals, and with late means the weights
-    from which the next message is counted. Messages, for as many meetings as may be pending: the
-    sent values, with late means also the island's change by then, and all islands' values. If
-    islands are separate jobs these stay encoded on the host, and only those of the meeting that
-    ends are decoded.
+    All values are fp32. State: the weights at the start, the momentum, the residuals, and with late
+    means the weights from which the next message is counted. Messages, for as many meetings as may
+    be pending: the sent values, with late means and error feedback also the island's change by
+    then, and all islands' decoded values. If islands are separate jobs, all islands' payloads stay
+    on the host, and only the payloads of the meeting that ends are decoded.
     """
     sync = config.sync
     if not sync.acts:

@@ -40,7 +40,7 @@ _STATE = ("kinds", "begin", "seconds", "chosen", "medians")
 class OffloadTuner:
     """Time each kind of step of one engine, and hold the decision.
 
-    ``begin``: optimizer steps taken before the first that is measured, None before that.
+    ``begin``: optimizer steps taken before the first measured step; None until that step.
     """
 
     kinds: tuple[Kind, ...]  # the native kind comes first; a single kind is not measured
@@ -63,7 +63,7 @@ class OffloadTuner:
     def start(self, step: int, start_step: int) -> None:
         """Start measuring after ``step`` optimizer steps, unless already started.
 
-        Every rank calls it in every step, since copies cannot be relied on: a rank without a
+        Every rank calls it in every step, since not every step has copies: a rank without a
         gradient makes none, and a step that overflows copies no parameter back.
         """
         if self.begin is None and len(self.kinds) > 1:
@@ -92,7 +92,7 @@ class OffloadTuner:
         return WARM_UP + TURNS * len(self.kinds) * (TIMED + 1)
 
     def took(self, step: int, device: torch.device, *, skipped: bool) -> list[str]:
-        """Record the end of the step after ``step`` steps; a collective at the last timed one.
+        """Record the end of a step begun after ``step`` steps; a collective at the last timed one.
 
         ``skipped``: the step overflowed and is not timed. Returns messages for the user.
         """

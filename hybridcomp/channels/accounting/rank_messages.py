@@ -17,7 +17,7 @@ from hybridcomp.codecs.quantized_residual import BLOCK, nbytes_of
 from hybridcomp.codecs.residual_runs import LONGEST
 from hybridcomp.codecs.varying_pieces import WORDS_NBYTES
 
-#: values of all shares together that one gather of DeepSpeed sends; deltas send half as many
+#: most values, of all ranks together, in one gather message of DeepSpeed; with deltas half as many
 MOST_GATHERED = 1 << 27
 #: as in ``autotune.trials.StepTraffic``; exchanges are all-to-alls, sends go to one rank
 Way = Literal["sum", "own", "scatter", "gather", "exchange", "send"]
@@ -66,15 +66,15 @@ class RankMessages:
         return self.ranks // self.width
 
     def fused(self, codec: Codec) -> bool:
-        """Return whether ``codec`` has kernels for all chunks: then two ranks take two hops, and
-        the sums of an all-reduce are never written to memory.
+        """Return whether ``codec`` has kernels for all chunks: then even two ranks sum in two hops,
+        and the sums of an all-reduce are never written to memory.
         """
         return self.on_gpu and codec.fuses
 
     def hops(self, codec: Codec) -> int:
         """Return how often ``codec`` quantizes a value.
 
-        A single message to owners of equal ranges goes to them directly.
+        The only message of a step to owners has equal ranges, so it goes to the owners directly.
         """
         if self.how == "own":
             return 1 if self.encoders == 2 or len(self.numels) == 1 else 2
@@ -84,7 +84,7 @@ class RankMessages:
 
 
 def residual_nbytes(messages: RankMessages, codec: Codec, bits: int) -> tuple[int, int]:
-    """Return the bytes of the residuals of sums, of this rank's values and of sums that it owns.
+    """Return the bytes of this rank's residuals: of values that it sends, and of sums that it owns.
 
     ``bits``: any of ``quantized_residual.BITS``.
     """
@@ -102,7 +102,7 @@ def residual_nbytes(messages: RankMessages, codec: Codec, bits: int) -> tuple[in
 
 
 def reference_nbytes(messages: RankMessages) -> int:
-    """Return the bytes of the copies of this rank's share of gathered parameters."""
+    """Return the bytes of the copies that a rank keeps of its own shares of gathered parameters."""
     if not messages.copied:
         return 0
     return sum(-(-n // messages.ranks) for n in messages.numels) * messages.dtype.itemsize
@@ -147,10 +147,11 @@ def buffer_nbytes(
 ) -> int:
     """Return the peak bytes of buffers while the largest of ``messages`` is pending.
 
-    It includes sent and received payloads, sums and other ranks' parts that do not fit the caller's
-    tensors, residuals as fp32, and the fp32 differences of lossy deltas, of all ranks and of this
-    one. Messages in tables all count together. On a GPU the encoders' words count too. Low-rank
-    codecs count 0, since factors are small.
+    It includes payloads sent and received, sums and other ranks' parts that do not fit the caller's
+    tensors, residuals unpacked to fp32, and for lossy deltas the fp32 differences, of all ranks and
+    once more of this rank. Messages in tables (``tabled``) are pending together, so all count. On a
+    GPU the words of encoders of variable size count too. Low-rank codecs count 0: factors are
+    small.
 
     Args:
         messages: messages of one dimension.
@@ -176,7 +177,7 @@ def buffer_nbytes(
 
 
 def _of_gather(messages: RankMessages, numel: int, codec: Codec) -> int:
-    """Return the bytes of a gather: payloads, in two levels twice the node's gathered values."""
+    """Return the bytes of a gather: payloads, in two levels also the values gathered natively."""
     share, encoders = -(-numel // messages.ranks), messages.encoders
     if codec.references:
         # all messages after the first are encoded against earlier values
@@ -232,8 +233,9 @@ def _exchanged(
 ) -> int:
     """Return the bytes of ``others`` payloads sent and received, or of encoding them if larger.
 
-    Encoding unpacks residuals and decodes payloads to subtract them: on a GPU while encoding, on a
-    CPU while sending. The residual of this rank's own part is unpacked once payloads have arrived.
+    To update its residuals, a rank unpacks them and decodes its payloads, both to fp32: on a GPU
+    before it receives payloads, on a CPU while payloads are sent and received. It unpacks the
+    residual of its own part once payloads have arrived.
     """
     few, payloads = 0 < bits < FULL, others * slot
     if not bits or (codec.fuses and (few or messages.on_gpu)):
@@ -252,7 +254,7 @@ def _exchanged(
 def staged_nbytes(messages: RankMessages, codec: Codec, residual_bits: int = 0) -> int:
     """Return the bytes of host copies of the largest of ``messages``, 0 if none are staged.
 
-    They are the payloads sent and received in one of its exchanges or gathers. Low rank: 0.
+    Copied are the payloads that one exchange or gather sends and receives. Low-rank codecs count 0.
     """
     if not messages.staged or codec.low_rank is not None or not messages.numels:
         return 0

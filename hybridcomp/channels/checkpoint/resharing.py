@@ -197,7 +197,7 @@ def _senders(
 def _sweep(
     senders: Iterable[tuple[tuple[Range, ...], Ranks]],
 ) -> Iterator[tuple[Range, list[Ranks]]]:
-    """Yield slices in ascending order, each with the units that send it."""
+    """Yield slices in ascending order, each with its units: ranks that encode it together."""
     events: dict[int, tuple[set[Ranks], set[Ranks]]] = {}
     for ranges, unit in senders:
         for low, high in ranges:

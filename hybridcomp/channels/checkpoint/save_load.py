@@ -136,7 +136,7 @@ class StoredState:
     Attributes:
         choices: decisions of guard, link and offload from rank 0's file; None: this run does not
             use them.
-        own: contents of this rank's file, if every rank restores the file with its rank number.
+        own: contents of this rank's file, if every rank restores the file that has its number.
         count: number of ranks that saved; None where there are no residuals.
         lost: names of the state that this run restarts, since no rank's file exists.
         part, plan: residuals that this rank has read from old files, and the plan that assigns them

@@ -51,7 +51,7 @@ class SavedPart:
         right: returns whether a part that was read has the right form.
         wanted: whether this run's block restores it; only then must a part of the job pass
             ``right``.
-        anew: words for the message that names the state that starts afresh without this part.
+        anew: name of this part in the message that it starts afresh, if a checkpoint lacks it.
         required: False if older checkpoints lack it.
     """
 
@@ -150,7 +150,7 @@ def anew(channels: Channels) -> list[str]:
 def of_rank_0(
     channels: Channels, state: Mapping[str, Any] | None, path: Path | str, *more: str
 ) -> dict[str, Any]:
-    """Broadcast the job's parts of rank 0's ``state``, read from ``path``, and its values ``more``.
+    """Broadcast from rank 0's ``state``, read from ``path``, the job's parts and the keys ``more``.
 
     All ranks must restore the same parts. Returns an empty dict if rank 0 has no state. Raises
     CheckpointError on all ranks, before anything has changed, if this version cannot read a part
@@ -166,7 +166,7 @@ def of_rank_0(
 
 
 def take_job_parts(channels: Channels, state: Mapping[str, Any]) -> list[str]:
-    """Restore the job's parts of the result of ``of_rank_0``; return messages for the user."""
+    """Restore the job's parts from ``of_rank_0``'s result; return messages for the user."""
     said: list[str] = []
     for part in OF_JOB:
         if part.wanted(channels):
@@ -189,7 +189,7 @@ def take_moved(
 ) -> None:
     """Restore residuals of other ranks by ``plan``, so that their sum is kept; a collective.
 
-    ``part``: residuals that this rank has read; ``factors``: those of all ranks.
+    ``part``: residuals that this rank has read; ``factors``: low-rank right factors of all ranks.
     """
     channels.factors.load(dict(factors))
     channels.residuals.clear()

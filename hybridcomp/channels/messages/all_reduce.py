@@ -86,7 +86,7 @@ class AllReduce(Sum[Handle]):
         """Return, by parameter name, whether upstream uses the sum or discards it.
 
         The flags are bool () on the device of the values. The residual of a discarded sum waits for
-        a message whose sum is used. Sums of other names are used; None: all are.
+        a message whose sum is used. Sums of parameters without a flag are used; None: all are used.
         """
         return None
 
@@ -246,8 +246,8 @@ def low_rank_of(channel: Channel, direction: Direction) -> Factored:
 def _parts(pieces: Sequence[Piece], group: Group) -> PartsOfRank:
     """Return the pieces that this rank encodes, and those of them whose sum it owns.
 
-    It encodes a whole message or its slice of the node's sum, and encodes the sums that it owns
-    again. The result is cached for a tuple of pieces.
+    A rank encodes the whole message, or in two levels its slice of the node's sum; then it encodes
+    again the sums that it owns. The result is cached for a tuple of pieces.
     """
     key = ("parts", id(pieces))
     known: tuple[Sequence[Piece], PartsOfRank] | None = group.plans.get(key)

@@ -30,7 +30,7 @@ class Broadcast(Message[tuple[Handle, Tensor]]):
     root: int
 
     def native_nbytes(self, size: int) -> int:
-        """Return the root's bytes, a copy for each other rank; 0 elsewhere."""
+        """Return the bytes that the root sends, a copy to each other rank; 0 on the other ranks."""
         if dist.get_rank(self.group) != self.root:
             return 0
         return native_nbytes.broadcast_nbytes(self.numel, self.dtype, size)

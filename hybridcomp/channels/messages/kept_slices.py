@@ -28,7 +28,7 @@ class KeptSlice:
 
     Attributes:
         slice: (N, n); None before the first gather.
-        on_host: whether it lies in host memory between gathers.
+        on_host: whether the slice lies in host memory between gathers.
     """
 
     def __init__(self, channel: Channel, groups: CopyGroups, on_host: bool = False) -> None:
@@ -45,7 +45,7 @@ class KeptSlice:
 
         Args:
             own: returns this rank's share, (n,) bf16, fp16 or uint8.
-            native: elements of a share and their dtype, as the job would gather them natively.
+            native: elements and dtype of a share in the native gather, by which the ledger counts.
         """
         rows, held, was_renewed = self.renew(own, native, device)
         gather_inside(self._channel, self._groups, held, native, was_renewed, rows)
@@ -54,10 +54,10 @@ class KeptSlice:
     def renew(
         self, own: Callable[[], Tensor], native: tuple[int, torch.dtype], device: torch.device
     ) -> tuple[Tensor, Tensor, bool]:
-        """Renew the slice where any rank's share has changed, on all ranks or on none.
+        """Renew the slice if any rank's share has changed, on all ranks or on none.
 
-        After a failure the next renewal sends whole shares. Returns an empty tensor for all shares,
-        (W, n), the slice on ``device``, and whether it was renewed.
+        After a failure the next renewal sends whole shares. Returns an uninitialized tensor (W, n)
+        for all shares, the slice on ``device``, and whether the slice was renewed.
         """
         channel, groups = self._channel, self._groups
         share: Tensor | None = None  # no tensor is made before the ranks learn of failures
@@ -95,7 +95,7 @@ class KeptSlice:
 
 
 class KeptRows:
-    """Gathers over one group from all shares, which every rank of it keeps.
+    """Gather over one group, each rank of which keeps all ranks' shares of the last gather.
 
     Attributes:
         rows: (W, n); None before the first gather.

@@ -18,7 +18,7 @@ from hybridcomp.config.parameter import FrozenConfig
 
 #: number of flags in the word that ranks exchange; the sign bit is unused
 FLAGS = 62
-#: shares of up to so many values are hashed together: each alone takes as long as half a megabyte
+#: shares of up to so many values are hashed together: a call costs as much as half a megabyte more
 SMALL = 1 << 18
 
 
@@ -56,7 +56,7 @@ def hashes_of(shares: Sequence[Tensor]) -> list[int]:
 
 
 def hashes_together(shares: Iterable[Tensor]) -> list[int]:
-    """Return hashes of 1-D shares as ``hashes_of``; all small shares of a dtype have one hash."""
+    """Return hashes of 1-D shares like ``hashes_of``, but one for all small shares of a dtype."""
     large: list[Tensor] = []
     small: dict[torch.dtype, list[Tensor]] = {}
     for share in shares:

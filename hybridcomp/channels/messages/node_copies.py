@@ -3,16 +3,17 @@
 W ranks own one share each of every parameter, N nodes of R ranks keep a copy of all shares. Global
 rank ``j R + i`` has local index i on node j and owns share ``j R + i``. Of its node's copy it holds
 slice i: shares ``i N`` to ``(i + 1) N - 1``, the cut of DeepSpeed's hpZ and of FSDP2's
-``reshard_after_forward=R``. Only its owner changes a share, so it crosses once to each node:
+``reshard_after_forward=R``. Only its owner changes a share, so a share is sent once to each node:
 
-1 inside the node, natively: the ranks give each other the old values of their own shares
+1 inside the node, natively: each rank gets the old values of its own share from the rank that holds
+  them
 2 the ranks of local index i gather the new values of shares ``i, R + i, 2 R + i, ...``, encoded: as
   steps from the old ones, or whole
 3 inside the node each payload goes to the rank that holds its slice and decodes it there
 
 So no rank keeps its own old values beside the copy, and all ranks of a node send and receive
-equally much between nodes. A copy may consist of encoded bytes. They travel as steps as well: each
-byte becomes a 16-bit value that steps when the byte does.
+equally much between nodes. A copy may consist of encoded bytes. Changes of bytes are sent as steps
+as well: each byte is converted to a 16-bit value that steps when the byte does.
 
 Shapes: n values (or bytes), this rank's share of all parameters of one renewal; a *slice* and a
 *column* are (N, n), a row for each share.
@@ -51,7 +52,7 @@ from hybridcomp.log import say
 KEY = f"{BLOCK}.zero.secondary"
 #: state of all nodes' copies: current, a delta behind, or unusable
 State = Literal["current", "steps", "whole"]
-#: bit pattern of the bf16 value that stands for byte 0 of an encoded copy; byte b is b patterns up
+#: bit pattern of the bf16 value that stands for byte 0 of an encoded copy; byte b has FIRST + b
 FIRST = 0x3F00
 
 
@@ -79,7 +80,8 @@ class CopyGroups:
 
     Attributes:
         nodes: keeps the process groups alive.
-        levels: this rank's place, the group of its node and that of its local index.
+        levels: this rank's place, the group of its node, and the group of its local index, which
+            has a rank on each node.
     """
 
     nodes: Nodes
@@ -120,9 +122,9 @@ class CopyGroups:
         return share // self.levels.nodes
 
     def old_share(self, slice_: Tensor, meter: Meter) -> Tensor:
-        """Return the values of this rank's own share, (n,), from its node's copy.
+        """Return the old values of this rank's own share, (n,), which a rank of its node sends.
 
-        ``slice_``: (N, n), contiguous.
+        A collective of the node. ``slice_``: this rank's slice, (N, n), contiguous.
         """
         width, numel = self.levels.width, slice_.shape[1]
         gives, takes = [0] * width, [0] * width
@@ -138,10 +140,10 @@ class CopyGroups:
     def of_slice(
         self, gathered: Sequence[tuple[Range, list[Tensor]]], meter: Meter
     ) -> Iterator[tuple[int, Range, Tensor]]:
-        """Trade the payloads of this rank's local index for those of its slice.
+        """Exchange payloads inside the node: give this rank's column, get this rank's slice.
 
-        ``gathered``: by round the stretch and the payloads of shares ``i, R + i, ...``. Yields the
-        row in the slice, the stretch and the payload of all of them.
+        ``gathered``: by round, a range of elements and the payloads of shares ``i, R + i, ...``.
+        Yields for each payload of the slice its row in the slice, its range, and the payload.
         """
         width, rounds = self.levels.width, len(gathered)
         column = range(self.levels.local, self.size, width)
@@ -164,7 +166,7 @@ class CopyGroups:
             yield row, gathered[each][0], payload
 
     def _traded(self, values: Tensor, takes: list[int], gives: list[int], meter: Meter) -> Tensor:
-        """Send ``gives[i]`` values to local rank i and return ``takes[i]`` from it, in order."""
+        """Send ``gives[i]`` values to local rank i, receive ``takes[i]`` from it; return those."""
         out = values.new_empty(sum(takes))
         gate()  # no work between the gate and the message
         transfer(
@@ -181,13 +183,13 @@ def state_of(
 ) -> State:
     """Return what to send so that all nodes hold the same new copy; a collective.
 
-    The result is the same on all ranks. Prints a message if nodes differ, as after user code wrote
-    into one.
+    The result is the same on all ranks. Prints a message if the nodes' copies differ, as after user
+    code wrote into a copy.
 
     Args:
         held: prepares this rank's send; returns its old slice, 1-D contiguous (None: no slice
-            to take steps from), and whether that slice already has its current share. If it fails
-            on one rank, this raises on all of them.
+            to take steps from), and whether the nodes already have its current share. If ``held``
+            fails on one rank, ``state_of`` raises on all of them.
     """
 
     def words() -> Tensor:

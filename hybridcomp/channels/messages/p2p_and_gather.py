@@ -88,8 +88,8 @@ class AllToAll(Message[Handle]):
     Attributes:
         values: a tensor of any shape, read in flat order.
         out: 1-D contiguous, of their dtype; None: allocated where there is a codec.
-        in_splits, out_splits: rows to and from each rank; None: equal parts. Sending replaces them
-            by elements to and from each rank.
+        in_splits, out_splits: rows to and from each rank; None: equal parts. ``send`` replaces the
+            rows by numbers of elements.
         row: elements of a row.
         async_op: return before ``out`` is complete.
     """

@@ -161,10 +161,10 @@ def gather_steps(
     group: dist.ProcessGroup | None,
     async_op: bool = False,
 ) -> Handle:
-    """Gather by a codec that takes references; ``rows`` (W, n) are decoded in place.
+    """Gather by a codec that has ``references``; ``rows`` (W, n) are decoded in place.
 
-    This rank's row holds its new values, other rows hold the last gather's; ``held``: this rank's
-    values of the last gather, which are updated.
+    This rank's row holds its new values, every other row a rank's values of the last gather.
+    ``held``: this rank's values of the last gather; replaced by the new ones.
     """
     # contiguous rows: a copy, if they are columns of the buffer
     places, rank = rows.contiguous(), dist.get_rank(group)

@@ -130,7 +130,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
 
 
 def _wide(shards: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-    """Copy ``shards`` as fp32; return the copies and the one tensor that they share."""
+    """Copy ``shards`` as fp32; return the copies, and the one tensor of which they are views."""
     if isinstance(shards, Shards):
         flat = shards.flat.to(torch.float32, copy=True)
         return Shards(flat, shards.numel), flat
@@ -165,7 +165,7 @@ class _ShardPieces(NamedTuple):
     """Pieces of a reduce-scatter in the order of one residual.
 
     Attributes:
-        held: the pieces by rank, kept alive for the key.
+        held: the pieces by rank, kept alive because their id is the cache key.
         flat: pieces of the shards that this rank encodes, with a gap behind each shard.
         whole: in two levels, pieces of all shards.
         numels: elements of each shard in ``flat``, and of the gap behind it.

@@ -38,8 +38,8 @@ class RowSum(Message[TouchedRows]):
         scaled: returns ``mine`` times the factor that upstream applies before it sends.
         rows: number of rows of the table.
         wrong: an out-of-range row number in a batch of this rank; None: there was none.
-        behind: with a lossless ``codec``, concatenate the rows of all ranks as DeepSpeed does, so
-            that optimizers that add rows in order get the same bits.
+        behind: whether, with a lossless ``codec``, the rows of all ranks are concatenated as
+            DeepSpeed does, so that optimizers that add rows in order get the same bits.
     """
 
     numel: int = field(default=ANY_SIZE, init=False)

@@ -49,7 +49,7 @@ from hybridcomp.dimensions import Direction
 ENDS = 2
 #: payloads that may be on the way to the device at once
 UPLOADS = 4
-#: micro-batches added in one pass over the sum: one pass of memory traffic instead of 4
+#: micro-batches that one pass adds to the sum, so that memory is read and written once, not 4 times
 PACKED = 4
 
 
@@ -220,8 +220,8 @@ class HostMoves:
 
         Args:
             values: 1-D contiguous fp32/bf16/fp16 on the host; read before this returns.
-            out: 1-D contiguous on the device, as many elements. Values are rounded to its dtype
-                before they are encoded without loss or within a bound.
+            out: 1-D contiguous on the device, as many elements. If ``codec`` is lossless or of
+                variable size, values are rounded to the dtype of ``out`` before they are encoded.
             codec, raw_nbytes: as for ``to_host``.
         """
         values, out = values.detach(), out.detach()

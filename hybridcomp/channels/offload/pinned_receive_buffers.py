@@ -25,10 +25,10 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire.encoding import POOL
 from hybridcomp.collectives.wire.handle import Meter
 
-#: elements of one payload that will be added to others: a multiple of every codec's block and
-#: segment; with 8 bits a little less than 4 MiB, a size of pinned buffers. In fp32 1.3 MB for each
-#: of 12 cores: all payloads but the first have the sum in the cores' caches (50 ms for four
-#: payloads of 268 M values on an H100's host; decoding one takes 23, adding one in memory 22)
+#: elements of a payload that is added to others: a multiple of every codec's block and segment. At
+#: 8 bits the payload takes a little less than 4 MiB, a size of pinned buffers. The fp32 sum is
+#: 1.3 MB for each of 12 cores and stays in their caches while further payloads are added: four of
+#: 268 M values take 50 ms on an H100's host (decoding one takes 23 ms, adding one in memory 22 ms)
 CHUNK_NUMEL = 960 * 4096
 #: elements of any other payload: launching one takes the host 0.2 ms, in which 8 MB cross the bus
 LONG_NUMEL = 4 * CHUNK_NUMEL

@@ -1,6 +1,6 @@
 """Keep optimizer states in encoded files, which are replaced atomically and checked when read.
 
-A file is a payload, zeros, and a footer of 64 bytes at its end, at a multiple of ``ALIGNED`` bytes.
+A file is a payload, zeros, and a footer in its last 64 bytes; its size is a multiple of ALIGNED.
 The process remembers the footer of every file that it has written, so a file that was damaged,
 swapped with another or restored from an earlier time raises an error with its name, and nothing of
 it is used. A file is written under another name and then renamed: if the process dies, either the
@@ -60,7 +60,8 @@ class Footer(NamedTuple):
         numel: number of values.
         nbytes: bytes of the payload.
         version: time of writing, in nanoseconds since 1970.
-        digest: checksum of the payload; ``half``: checksum of the bf16 values beside it, 0 without.
+        digest: checksum of the payload.
+        half: checksum of the bf16 values relative to which the payload is encoded; 0: none.
         name: checksum of the file's name.
     """
 
@@ -100,7 +101,7 @@ def pack(
     Args:
         values: 1-D fp32/bf16/fp16 on the host, contiguous.
         name: name of the file, without folders.
-        half: the bf16 rounding of the first values, on the host; used where it is exact.
+        half: bf16 parameters of the first values, on the host; used if those round to it exactly.
         room: 1-D uint8 of ``room_for`` bytes.
         aligned: the file's size becomes a multiple of this.
     """
@@ -251,9 +252,10 @@ class StateFiles:
     def adopt(
         self, folder: str, footers: Mapping[str, bytes], halves: Mapping[str, Tensor]
     ) -> None:
-        """Expect these footers, by name, of a checkpoint's files in ``folder``; drop earlier ones.
+        """Expect from now on ``footers``, by file name, of a checkpoint's files in ``folder``.
 
         Files that DeepSpeed wrote without hybridcomp have no footer and are read as they are.
+        ``halves``: the checkpoint's bf16 parameters, by file name.
         """
         for path in [one for one in self.known if os.path.dirname(one) == folder]:
             del self.known[path]

@@ -5,8 +5,8 @@ a slice of a parameter's flattened gradient, never to a bucket: buckets may be c
 a restart, but parameters stay.
 
 Memory: one value per gradient element that this rank encodes, plus one per element of the sum that
-it owns and encodes again; of fp32, or of fewer bits (``codecs/quantized_residual.py``). Then
-``original == sent + residual`` up to half a step of the residual's block for every message.
+it owns and encodes again. Values are fp32, or of fewer bits (``codecs/quantized_residual.py``):
+then ``original == sent + residual`` holds only up to half a step of the residual's block.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Residuals:
         Args:
             hop: which quantization.
             pieces: the stretches of parameters that the flat tensor consists of, in order. A tuple
-                that comes back is not walked again.
-            like: gives the device.
-            last: no owner encodes the sum again, so residuals of the owner hop that this rank has
-                from steps with two hops are added to this one.
+                that was passed before is recognized by its identity.
+            like: a tensor on the device of the residual.
+            last: no owner encodes this message's sum again. Residuals that this rank kept as owner
+                in earlier messages of two hops are then added to the returned residual.
             message: all pieces of the message; other ranks of this node encode those that are not
                 in ``pieces``.
         """
@@ -155,7 +155,7 @@ class Residuals:
         return found
 
     def _free_oldest(self, hop: Hop, newest: ResidualStretch) -> None:
-        """Free the oldest slices that overlap ``newest`` while too many hold the same values.
+        """Free the oldest slices that overlap ``newest``, while too many slices hold its values.
 
         Pending messages use none of these slices: their parameters differ.
         """
@@ -179,7 +179,7 @@ class Residuals:
     def _collect_all(
         self, hop: Hop, taker: ResidualStretch, but: ResidualStretch | None = None
     ) -> None:
-        """Move all residuals of its pieces into ``taker``, so that each is applied only once."""
+        """Move all residuals of ``taker``'s pieces into it, so that each is applied only once."""
         for name, places in taker.places.items():
             for stretch in self._holders.get((hop, name), ()):
                 if stretch is not taker and stretch is not but:
@@ -209,7 +209,7 @@ class Residuals:
             residual.mul_(factor)
 
     def in_units(self, factor: Callable[[str], float]) -> None:
-        """Multiply each loaded residual by ``factor`` of its parameter's name."""
+        """Multiply each loaded residual by ``factor(name)``, where ``name`` is its parameter's."""
         for (_, name), stored in self._restored.items():
             for _, values in stored:
                 values.mul_(factor(name))
@@ -264,7 +264,7 @@ class Residuals:
         return sum(residual.nbytes for residual in self._all())
 
     def norm(self) -> float:
-        """Return the L2 norm of this rank's residuals; for node sums, ranks of a node agree."""
+        """Return the L2 norm of this rank's residuals, with its share of those of its node."""
         found = [stretch.flat for stretch in self._stretches.values()]
         found += [values for stored in self._restored.values() for _, values in stored]
         found += [entry.own[1] for stored in self._common.values() for entry in stored]

@@ -68,7 +68,7 @@ class Factors:
 class Factored:
     """Residuals, factors and error sampler of the low-rank sums of one engine.
 
-    ``measure``: None where this step takes no sample.
+    ``measure``: records a sample of the error; None in steps that take no sample.
     """
 
     residuals: Residuals

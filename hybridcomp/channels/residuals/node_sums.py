@@ -96,8 +96,8 @@ class NodeSums:
     def take(self, message: Pieces, group: Group) -> Tensor | None:
         """Remove and return the sum kept of messages like this one.
 
-        None if there is none, or if some of its parameters are in other messages; then use
-        ``put_back``.
+        Returns None if no such sum is kept, or if sums of some of its parameters are also kept for
+        other messages; then use ``put_back``.
         """
         key = _key(message, group)
         found = self._held.get(key)
@@ -112,7 +112,7 @@ class NodeSums:
         return bool(self._held) and not self.left.isdisjoint(_names(message))
 
     def put_back(self, message: Pieces, values: Tensor) -> None:
-        """Add the kept sums of the message's parameters to its ``values``, fp32, and drop them."""
+        """Add the kept sums of the message's parameters to ``values``, fp32, and drop the sums."""
         flat, names = list(_flat(message)), _names(message)
         places = places_of(flat)
         for one in self._held.values():

@@ -69,8 +69,7 @@ class Places:
     """Places of one parameter's parts in a flat tensor, ordered by their offsets in it.
 
     Attributes:
-        low, stop: first element of the parameter with a place, and the end of the last such
-            element.
+        low, stop: range of the parameter's elements from the first to the last with a place.
         numel: number of elements with a place.
     """
 
@@ -181,7 +180,7 @@ def _joined(places: Iterable[Place]) -> list[tuple[int, int]]:
 def taken_out(stored: Iterable[Held], places: Places, flat: Residual | None) -> list[Held]:
     """Add the values of ``stored`` at a parameter's ``places`` to ``flat``; return the rest.
 
-    ``flat`` None: drop them.
+    ``flat`` None: drop these values instead of adding them.
     """
     left: list[Held] = []
     for offset, source in stored:
@@ -208,7 +207,7 @@ def taken_out(stored: Iterable[Held], places: Places, flat: Residual | None) -> 
 
 
 def move_residual(source: ResidualStretch, taker: ResidualStretch, name: str) -> None:
-    """Add the residual of a parameter in ``source`` to that in ``taker``, and zero it there."""
+    """Add a parameter's residual in ``source`` to the one in ``taker``; zero it in ``source``."""
     for place in taker.places[name].every:
         for low, stop, position in source.places[name].within(place.low, place.stop):
             overlap = source.flat[position : position + stop - low]

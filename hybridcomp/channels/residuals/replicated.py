@@ -1,12 +1,12 @@
 """Sum exactly the gradients of vectors that all tensor-parallel ranks hold.
 
-Norms and biases are on every tensor rank, and each updates its copy from its data-parallel group's
+Every tensor rank has a copy of norms and biases and updates it from its data-parallel group's
 reduction. A lossy codec's error may depend on neighbouring values, which in a bucket are pieces of
 cut parameters, different on every tensor rank: the copies would drift apart (measured: norms of two
 tensor ranks differ after three steps at 4 bits). So these gradients, about a thousandth of all, are
-replaced by zeros in the message and summed natively beside it. Matrices that are not cut (AutoTP's
+replaced by zeros in the message and summed natively in another. Matrices that are not cut (AutoTP's
 embeddings) are too large for that: if there are common parameters, every parameter is encoded
-independently (``Channel._separates``), so equal values are decoded to equal values.
+independently (``Channel.handling``), so equal values are decoded to equal values.
 """
 
 from __future__ import annotations

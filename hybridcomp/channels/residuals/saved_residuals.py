@@ -26,9 +26,10 @@ Held = tuple[int, Residual]
 class NodeStretch:
     """Residual of a parameter from ``offset`` on that ``count`` ranks of a node share.
 
-    In two levels a rank encodes a slice of its node's sum, which only the message determines. So
-    after a change of ranks every rank of the node starts with all of the node's residuals; with
-    each message it applies those of its slice and drops those of the other ranks' slices.
+    In two levels a rank encodes a slice of its node's sum, and only the message determines which
+    slice. So after a change of ranks every rank of the node starts with all of the node's
+    residuals; with each message it applies the residuals of its slice and drops those of the other
+    ranks' slices.
     """
 
     offset: int
@@ -48,7 +49,7 @@ def held_in(
 ) -> Iterator[tuple[str, tuple[int, Tensor]]]:
     """Yield name and slice (offset, fp32 values) from one rank's saved state, of all hops.
 
-    Summed over the states of all ranks, they are the error that later messages must make up for.
+    The slices of all ranks add up to the error that later messages must make up for.
     """
     for hop in HOPS:
         for name, stored in state[hop].items():

@@ -1,9 +1,9 @@
 """Find the node of every rank, and the switches and sites that contain the nodes.
 
-DeepSpeed's launcher sets ``CROSS_RANK`` on every rank (its ``launch.py``), torchrun ``GROUP_RANK``
-(torch.distributed.elastic): the node's number. Unless all ranks have one of these, ranks with the
-same host name and boot id share a node, as in NCCL (its ``getHostHash``). Switches above nodes come
-from Slurm's ``SLURM_TOPOLOGY_ADDR`` (its topology/tree), such as ``s0.s3.node7``.
+DeepSpeed's ``launch.py`` sets the node's number as ``CROSS_RANK`` on every rank; torchrun
+(torch.distributed.elastic) sets it as ``GROUP_RANK``. Unless all ranks have one of these, ranks
+with the same host name and boot id share a node, as in NCCL's ``getHostHash``. Switches above nodes
+come from ``SLURM_TOPOLOGY_ADDR`` of Slurm's topology/tree, such as ``s0.s3.node7``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hybridcomp.job.agreement import tell
 #: ``auto``, ``none``, the number of consecutive ranks that share a node, or a list of ranks per
 #: node, nodes per switch or site, and so on, with ``auto`` for numbers that the launcher knows
 Hierarchy = Literal["auto", "none"] | int | list[int | Literal["auto"]]
-#: environment variables with the number of the node, by launcher
+#: environment variables in which launchers give the number of the node
 VARIABLES = ("CROSS_RANK", "GROUP_RANK")
-#: environment variable with the switches above a node and the node, the outermost first
+#: environment variable with the switches above a node, outermost first, and then the node
 ADDRESS = "SLURM_TOPOLOGY_ADDR"
 KEY = "compression.hierarchy"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -37,7 +37,7 @@ class PlacedRanks:
 
     Attributes:
         units: for each level, the innermost first, the unit number of every global rank.
-        source: origin of the mapping, for messages.
+        source: where the mapping comes from, for messages to the user.
     """
 
     units: list[list[int]]
@@ -47,7 +47,8 @@ class PlacedRanks:
 def placed(hierarchy: Hierarchy) -> PlacedRanks:
     """Find the units that hold each rank; with ``auto`` a collective through the rendezvous store.
 
-    Raises ConfigError if a number does not divide the units below it, or if a unit is unknown.
+    Raises ConfigError if a number does not divide the count of units one level below, or if a unit
+    is unknown.
     """
     first, *above = _widths(hierarchy)
     if isinstance(first, int):
@@ -67,9 +68,9 @@ def placed(hierarchy: Hierarchy) -> PlacedRanks:
 
 
 def check_widths(hierarchy: Hierarchy, ranks: int) -> None:
-    """Raise ConfigError if a number does not divide the units below it in a job of ``ranks``.
+    """Raise ConfigError if a number does not divide the count of units one level below.
 
-    Levels above an ``auto`` level are not checked.
+    ``ranks``: number of ranks of the job. Levels above an ``auto`` level are not checked.
     """
     count = ranks
     for level, width in enumerate(_widths(hierarchy)):
@@ -96,7 +97,7 @@ def _check_divides(hierarchy: Hierarchy, level: int, width: int, count: int) -> 
 
 
 def _launched() -> tuple[list[int], str]:
-    """Return the node of every rank and the name of the source of this mapping; a collective."""
+    """Return the node of every rank, and where this mapping comes from; a collective."""
     said = tell(
         {**{name: os.environ.get(name) for name in VARIABLES}, "host": _host()}, what="node"
     )
@@ -108,9 +109,10 @@ def _launched() -> tuple[list[int], str]:
 
 
 def _switches(hierarchy: Hierarchy, below: Sequence[int], level: int) -> list[int]:
-    """Return the switch of every rank, ``level`` above its node, as Slurm reports it; a collective.
+    """Return the switch of every rank, as Slurm reports it; a collective.
 
-    ``below``: the unit of every rank one level below.
+    ``level``: levels from the node up to this switch. ``below``: the unit of every rank one level
+    below.
     """
     said = tell({"address": os.environ.get(ADDRESS)}, what="switch")
     addresses = [str(statement["address"] or "").split(".") for statement in said]

@@ -1,23 +1,23 @@
 """Sum, gather and scatter inside a node, natively, for collectives in two levels.
 
-With N nodes of L ranks the flat collectives send an encoded value from every rank to every other
-node; in two levels a node sends the encoded sum of its ranks, 1/L of that. The messages of this
+With N nodes of L ranks, every rank of a flat collective sends its encoded values to other nodes. In
+two levels a node sends only the encoded sum of its ranks, 1/L of these bytes. The messages of this
 module are native, for links that are faster than a codec.
 
-Bounds: the codec encodes a node's sum S_a. By the triangle inequality the largest magnitude of a
-segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an fp32
-sum, which ``Codec.for_presummed`` allows for). A codec that keeps ``error <= bound * sum_a M(S_a)``
-over N senders therefore keeps ``bound * sum_r M_r`` over all ranks: the bound of the flat
-collective holds unchanged, with the codec's budget split for N senders and as many quantizations.
+Bounds: let M(x) be the absmax of a segment of x, and M_r that of rank r. The codec encodes the sum
+S_a of node a. By the triangle inequality M(S_a) is at most the sum of M_r over the node's ranks
+(plus the rounding of an fp32 sum, for which ``Codec.for_presummed`` allows). So a codec that keeps
+``error <= bound * sum_a M(S_a)`` over N senders also keeps ``bound * sum_r M_r`` over all ranks:
+the flat collective's bound holds unchanged, if the codec splits its error budget for N senders.
 
 Residuals belong to a node's sum: a rank holds only the residuals of its slice, so the ranks of a
-node together hold every element once.
+node together hold one residual per element.
 
-In more than two levels "node" here stands for a largest unit, such as a site of several nodes: its
+In more than two levels "node" here stands for a largest unit, such as a site of several nodes. Its
 ranks sum and gather level by level, and values that leave the unit are quantized as often as in two
-levels. A level l may have a codec for its sums, with bound e_l for the values that a rank sends.
-The error of the total is then at most the sum of e_l over all senders of these levels, plus the
-error of the codec between the units.
+levels. Level l may have its own codec for its sums, with bound e_l for the values that a rank
+sends. The error of the total is then at most the sum of e_l over all senders of all such levels,
+plus the error of the codec between largest units.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def node_sum(
 ) -> Steps[tuple[Tensor, Tensor]]:
     """Sum over the node: ``(buffer to give back, this rank's slice of the sum)``.
 
-    It is ``_sum_levels`` of ``values`` and ``lengths``, plus the sums that ``how`` kept of earlier
-    messages: fp32, or the dtype of ``values`` for a lossless codec that flushes no residuals.
+    Sums as ``_sum_levels`` does and adds ``how.kept``, the sum kept over earlier messages. The
+    slice is fp32, or of the dtype of ``values`` for a lossless codec that flushes no residuals.
     """
     buffer, total = yield from _sum_levels(values, lengths, how)
     if how.kept is not None:
@@ -59,7 +59,7 @@ def node_sum(
 def keep_sum(values: Tensor, lengths: Sequence[int], how: Transfer, total: Tensor) -> Steps[None]:
     """Sum over the node and add this rank's slice to ``total`` (fp32); nothing leaves the node.
 
-    ``values`` and ``lengths`` as in ``_sum_levels``.
+    ``values`` and ``lengths``: as for ``_sum_levels``.
     """
     buffer, found = yield from _sum_levels(values, lengths, how)
     with how.meter.coding():
@@ -73,9 +73,9 @@ def _sum_levels(
     """Sum over the node: ``(buffer to give back, this rank's slice of the fp32 sum)``.
 
     ``values`` (1-D, contiguous) holds a slice of ``lengths[l]`` elements for every local rank l.
-    The slices travel in their dtype and are summed in fp32 in local order: an all-to-all costs the
-    bytes of a reduce-scatter, without rounding partial sums to 16 bits. In more than two levels,
-    the fp32 sums of one level are the values of the next.
+    Each rank receives its slice from all ranks by an all-to-all, in the dtype of ``values``, and
+    sums in fp32 by local rank. This sends the bytes of a reduce-scatter, without rounding partial
+    sums to 16 bits. In more than two levels, the fp32 sums of one level are the values of the next.
     """
     levels = how.group.levels
     assert levels is not None
@@ -126,9 +126,9 @@ def _sum_stretch(
 def _sum_encoded(
     values: Tensor, lengths: Sequence[int], via: Transfer
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Sum encoded values like ``_sum_stretch``; each rank adds its own exactly, in rank order.
+    """Sum like ``_sum_stretch``, from encoded values; each rank adds its own values exactly.
 
-    Blocks of the codec may cross the borders of parameters.
+    The sum is in rank order. Blocks of the codec may cross borders of parameters.
     """
     codec, group = via.codec, via.group
     buffer, total = POOL.take_fp32(lengths[group.rank], values.device)
@@ -157,7 +157,7 @@ def _level_plan(values: Tensor, lengths: Sequence[int], via: Transfer) -> FirstH
 def _gather(values: Tensor, stages: Sequence[Group], meter: Meter) -> Steps[tuple[Tensor, Tensor]]:
     """Gather equally long ``values`` (1-D, contiguous) over the groups ``stages``, the last first.
 
-    The result of one level is one message of the next, so the final order is by local index.
+    Each level gathers the whole result of the previous one, so the final order is by local index.
     Returns ``(buffer to give back, gathered values)``.
     """
     buffer: Tensor | None = None
@@ -174,12 +174,12 @@ def _gather(values: Tensor, stages: Sequence[Group], meter: Meter) -> Steps[tupl
 def join_columns(
     shards: Sequence[Tensor], flat: Tensor | None, levels: Levels
 ) -> tuple[Tensor, list[int], int | list[int]]:
-    """Join ``shards``, by group rank, in the order in which ``node_sum`` takes them.
+    """Join ``shards``, given by group rank, in the order in which ``node_sum`` takes them.
 
-    Returns ``(values, elements for each local rank, elements of this rank's column)``; the last is
-    one number if shards are equally long, else a number for each node. ``flat``: the shards as one
-    tensor, if they are contiguous in memory and ``levels`` has a shape. Equally long shards are
-    reordered by a single copy, without a loop over them.
+    Returns ``(values, elements for each local rank, elements of a shard in this rank's column)``.
+    The last is one number if the column's shards are equally long, else a number for each node.
+    ``flat``: the shards as one tensor, if they are contiguous in memory and ``levels`` has a shape;
+    equally long shards in ``flat`` are reordered by one copy, without a loop over shards.
     """
     each = shards[0].numel()
     if flat is not None and flat.numel() == each * len(shards):
@@ -195,8 +195,8 @@ def join_columns(
 def place_columns(column: Tensor, out: Tensor, levels: Levels, meter: Meter) -> Steps[None]:
     """Gather the ``column`` of every local rank over the node and write it into ``out``.
 
-    ``column``: equally long shards of the ranks of ``levels.gathered``, in order; ``out``: those of
-    all ranks, by group rank. One copy writes everything. In more than two levels "node" is the
+    ``column``: equally long shards of the ranks of ``levels.gathered``, in order; ``out``: the
+    shards of all ranks, by group rank, written by one copy. In more than two levels "node" is the
     innermost unit.
     """
     numel, shape = column.numel() // levels.gathered.size, levels.shape
@@ -218,7 +218,7 @@ def gather_inside(
 ) -> Steps[tuple[Tensor, list[Tensor]]]:
     """Gather over the node: ``(buffer to give back, values by local rank)``.
 
-    ``shard``: ``lengths[levels.local]`` elements; slots are as long as the longest.
+    ``shard``: ``lengths[levels.local]`` elements. Every rank's slot has the longest length.
     """
     slot = max(lengths)
     padded = shard
@@ -232,7 +232,7 @@ def gather_inside(
 def ranges_of_nodes(
     ranges: Sequence[OwnedRange], within: Range, levels: Levels
 ) -> list[OwnedRange]:
-    """Return the ranges in the slice ``within``, relative to its start, with owner nodes."""
+    """Return the parts of ``ranges`` in ``within``, relative to its start, owned by nodes."""
     node_of = levels.node_of
     return [
         OwnedRange(low - within[0], high - within[0], tuple(sorted({node_of[r] for r in owners})))
@@ -252,13 +252,13 @@ def scatter_intra_node(
     levels: Levels,
     meter: Meter,
 ) -> Steps[list[Tensor]]:
-    """Send ``sums`` (of this rank's slice) to their owners on this node, in fp32.
+    """Send ``sums``, the sums in this rank's slice, to their owners on this node, in fp32.
 
     Returns the sum of every range that this rank owns, in order.
     """
     mates = levels.grid[levels.node]
     me = mates[levels.local]
-    #: by local rank, the parts of its slice that this node needs
+    #: for each local rank, the parts of this local rank's slice that owners on this node need
     needed = [
         [part for part in _within(ranges, edges) if set(part[2]) & set(mates)]
         for edges in chunk_ranges(tensor.numel(), levels.width)
@@ -291,9 +291,10 @@ def _exchange_inside(
     levels: Levels,
     meter: Meter,
 ) -> Steps[list[list[Tensor]]]:
-    """Send ``rows[l]`` to local rank l; return tensors of ``numels[l]`` elements from each rank l.
+    """Send the tensors ``rows[l]`` to local rank l; return the tensors received, by local rank.
 
-    All tensors are fp32. A rank's tensors for itself are returned uncopied.
+    ``numels[l]``: elements of each tensor from local rank l. All tensors are fp32. A rank's tensors
+    for itself are returned uncopied.
     """
     me = levels.local
     order = [local for local in levels.order if local != me]

@@ -1,9 +1,9 @@
 """Arrange the ranks of a group by the units that contain them: nodes, switches, sites.
 
-The ranks of each largest unit that a group spans sum their values natively before they encode one
-message. They sum level by level, nearest ranks first. A rank has one digit per level, its position
-among the units summed there; its local index consists of these digits, the innermost first. With
-local indices in that order, each level cuts the values into contiguous slices.
+A group spans several largest units. The ranks of each such unit sum their values natively before
+they encode one message: level by level, nearest ranks first. A rank has one digit per level, its
+position among the ranks that sum together on that level. Its local index consists of these digits,
+the innermost as the most significant, so that each level cuts the values into contiguous slices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Arrangement:
 
     Attributes:
         grid: group ranks by largest unit, then by local index.
-        stages: for each level inside of these units, the innermost first, the group ranks that sum
-            natively together, ascending.
+        stages: for each level inside the largest units, innermost first: the sets of group ranks
+            that sum natively together, ascending.
         note: a remark for the user, or "".
-        levels: level number of each of ``stages``, counted from the innermost, 0; -1: it joins
-            several levels.
+        levels: for each of ``stages`` its level number, 0 for the innermost level; -1 for a stage
+            that joins several levels.
     """
 
     grid: tuple[Members, ...]
@@ -94,7 +94,7 @@ def grid_of(nodes: Sequence[int]) -> tuple[Members, ...] | str | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """Ranks of one unit by local index, widths of its levels, and groups that sum on each."""
+    """Ranks of one unit by local index; for each level its width and the ranks that sum there."""
 
     order: Members
     widths: tuple[int, ...]
@@ -104,7 +104,7 @@ class _Part:
 def _part(row: Members, levels: Sequence[Sequence[int]]) -> _Part | None:
     """Arrange the ranks ``row`` of one unit, which consists of the smaller units of ``levels``.
 
-    Returns None if these form no regular grid.
+    Returns None if the smaller units form no regular grid.
     """
     if not levels:
         return _Part(row, (len(row),), ((row,),))
@@ -121,7 +121,7 @@ def _part(row: Members, levels: Sequence[Sequence[int]]) -> _Part | None:
 
 
 def _by_unit(ranks: Sequence[int], numbers: Sequence[int]) -> list[Members]:
-    """Return ``ranks`` by unit, in the order in which units appear."""
+    """Group ``ranks`` by unit, in the order in which units appear; ``numbers``: unit by rank."""
     rows: dict[int, list[int]] = {}
     for rank in ranks:
         rows.setdefault(numbers[rank], []).append(rank)

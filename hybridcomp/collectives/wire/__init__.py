@@ -1,9 +1,9 @@
 """Wire: the layer between codecs and torch.distributed that all collectives use.
 
-group           the ranks of a message, how values travel between them and how they are summed
+group           the ranks of a message, how values are sent between them and how they are summed
 handle          steps of a collective, the handle that drives them, the meter of bytes and seconds
-steps           steps without a message, or of a single one
-chunking        chunks of ranks, slices between parameters, rounds
+steps           steps without a message, or with a single one
+chunking        cutting tensors into chunks for ranks, at parameters, and into rounds
 encoding        encoding, decoding, error feedback, buffers
 exchange_plan   plans of all-to-alls of payloads, and of sums that use them
 exchanges       all-to-all of payloads, and sums at owners

@@ -14,7 +14,7 @@ from hybridcomp.codecs.residual_runs import LONGEST, runs
 from hybridcomp.codecs.varying_pieces import PieceKernel
 from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest
 
-#: fp32 values that are decoded side by side begin at multiples of this many, which load as a vector
+#: alignment, in fp32 values, of each tensor in a common decode buffer: one vector load
 ALIGNED = 4
 
 
@@ -25,11 +25,11 @@ def encode_at_once(
     dtype: torch.dtype,
     words: Tensor,
 ) -> bool:
-    """Encode all ``jobs`` like ``encode_job``, in few launches; ``words`` (int64) get the sizes.
+    """Encode all ``jobs`` like ``encode_job``, in few launches; write sizes to ``words``, int64.
 
     Residuals of fewer than 32 bits are unpacked in runs of up to LONGEST values; a whole run is
-    read before any of it is written, as on a CPU. Returns False, with nothing changed, if only some
-    jobs have a residual or residuals are of two kinds.
+    read before any of it is written, as on a CPU. Returns whether it encoded: False, with nothing
+    changed, if only some jobs have a residual or if residuals are of two kinds.
     """
     kept = [job.residual for job in jobs if job.residual is not None]
     wide = [one for one in kept if isinstance(one, Tensor)]
@@ -57,10 +57,10 @@ def encode_jobs(
     slots: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> bool:
-    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was done.
+    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was possible.
 
-    The codec has a fixed size. It is not possible if a job has ``decoded``, or has its sum as
-    residual.
+    For codecs of fixed size. Not possible if a job has ``decoded``, or if its ``residual`` already
+    holds the sum.
     """
     plain = [job.residual is None for job in jobs]
     if any(job.decoded is not None or job.values is job.residual for job in jobs):
@@ -84,7 +84,7 @@ def _encode(
     dtype: torch.dtype,
     words: Tensor,
 ) -> None:
-    """Encode all ``jobs``; ``residuals`` are theirs in fp32, or there are none."""
+    """Encode all ``jobs``; ``residuals``: the residual of every job in fp32, or empty."""
     if not residuals:
         kernel.encode([job.values.to(dtype) for job in jobs], slots, words)
     else:
@@ -102,7 +102,7 @@ def _settle(
     slots: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Decode the payloads of jobs that request it, and subtract them from the jobs' residuals."""
+    """Decode the payloads of jobs with ``decoded`` or a residual; subtract them from residuals."""
     asked = [index for index, job in enumerate(jobs) if residuals or job.decoded is not None]
     if not asked:
         return
@@ -134,8 +134,8 @@ def add_at_once(
 ) -> None:
     """Add all ranks' payloads of variable size to the sums in ``out``, in rank order.
 
-    1 initialize empty sums, 2 add the payloads of lower ranks, 3 this rank's exact values or
-    payloads, 4 the payloads of higher ranks.
+    1 initialize empty sums, 2 add the payloads of lower ranks, 3 add this rank's exact values or
+    payloads, 4 add the payloads of higher ranks.
 
     Args:
         rows: by rank, the payload for each sum; None for sums to which rank ``me`` adds its ``own``

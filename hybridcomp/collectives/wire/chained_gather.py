@@ -1,7 +1,7 @@
 """Gather payloads over several groups, one after the other, as if these were one group.
 
-In more than two levels, a payload that has crossed to a site is forwarded to its other nodes as it
-is: no rank decodes it on the way, and no link carries decoded values.
+In more than two levels, a payload that has crossed to a site is forwarded, still encoded, to the
+site's other nodes, so no link carries decoded values.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hybridcomp.collectives.wire.handle import Meter
 def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
     """Gather the ``values`` of all ranks, equally long, into ``out``, over the hops of ``group``.
 
-    With several hops ``wait()`` posts all but the first, so works must be waited for in one order
-    on all ranks.
+    With several hops ``wait()`` posts all but the first, so all ranks must wait for their works in
+    the same order.
     """
     if not group.hops:
         return transport.all_gather(out, values, group, meter)
@@ -37,13 +37,13 @@ class _Relayed(Work):
         self._work: Work | None = self._posted(values)
 
     def _posted(self, values: Tensor) -> Work:
-        """Post the gather of ``values``, which ``_held`` ranks contributed, over the next hop."""
+        """Post the gather of ``values``, the shards of ``_held`` ranks, over the next hop."""
         hop = self._group.hops[self._hop]
         self._hop, self._held = self._hop + 1, self._held * hop.size
         return transport.all_gather(self._block(), values, hop, self._meter)
 
     def _block(self) -> Tensor:
-        """Return the part of ``out`` for the ``_held`` ranks among which this rank is."""
+        """Return the part of ``out`` for the block of ``_held`` ranks that contains this rank."""
         first = self._group.rank // self._held * self._held
         return self._out[first * self._each : (first + self._held) * self._each]
 

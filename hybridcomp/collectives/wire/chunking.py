@@ -13,8 +13,9 @@ Range = tuple[int, int]
 
 #: chunks start at multiples of this many elements: no codec block of 4, 16 or 32 is cut
 CHUNK_ALIGN = 32
-#: in elements: for every codec of fixed size this many values are whole blocks and tiles with a
-#: payload of a multiple of 16 bytes, so a tensor cut there has the same payload bytes as the whole
+#: alignment of cuts between rounds, in elements. With every codec of fixed size, this many values
+#: are whole blocks and tiles, and their payload is a multiple of 16 bytes. So the payloads of a
+#: tensor that is cut at such positions have the same bytes as the payload of the whole tensor
 SEGMENT_ALIGN = 65536
 
 
@@ -48,7 +49,7 @@ def stretches(start: int, stop: int, cuts: Sequence[int]) -> list[Range]:
 
 
 def cut_rows(rows: Sequence[Sequence[Range]], count: int) -> list[list[list[Range]]]:
-    """Cut ``rows`` into ``count`` rounds, each with its share of every row."""
+    """Cut ``rows`` into ``count`` rounds, each with a part of every row."""
     if count == 1:
         return [[list(row) for row in rows]]
     return [list(shares) for shares in zip(*(_cut(row, count) for row in rows), strict=True)]

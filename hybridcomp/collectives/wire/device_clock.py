@@ -2,9 +2,9 @@
 
 Host time would only measure launches. GPU time is read from pairs of events around coding and
 around the stream's wait for the wire. Recording an event takes one or two microseconds and waits
-for nothing, but a step may have thousands, so only some steps are timed: with a ``DeviceClock``,
-and with ``SILENT`` in the others. Events can be read once the device has passed them: ``drain``
-reads those that are ready, and only a report waits for the rest.
+for nothing, but a step may record thousands. So only some steps are timed, by a ``DeviceClock``;
+the other steps have ``SILENT``. Events can be read once the device has passed them: ``drain`` reads
+the events that are ready, and only a report waits for the remaining ones.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DeviceClock:
         meter.spans.append(StreamSpan(kind, start, self.begin()))
 
     def begin(self) -> Any:
-        """Record and return an event behind all work of the current stream."""
+        """Record an event after all work queued on the current stream, and return the event."""
         event = self._free.pop() if self._free else self.make()
         event.record()
         return event

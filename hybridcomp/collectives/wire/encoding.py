@@ -1,10 +1,10 @@
 """Encode values into payloads and decode them, with error feedback, fp32 sums and a buffer pool.
 
 The pool keeps scratch and wire buffers between calls. A fresh 32 MiB buffer on a CPU costs 8192
-page faults, more than the codec that fills it. On a GPU torch's caching allocator does the same
-job, so only CPU buffers are kept. That allocator reuses a buffer on the stream that was current
-when it was allocated: if a handle is waited for on another stream, ``record_stream`` must name that
-stream.
+page faults, which takes longer than the codec that fills it. On a GPU torch's caching allocator
+reuses memory, so the pool keeps only CPU buffers. The allocator reuses a buffer in the order of the
+stream that was current at its allocation: if a handle is waited for on another stream, this stream
+must be given to ``record_stream``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hybridcomp.codecs.casts import CAST_TO
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.errors import CodecError
 
-#: number of 16-bit values in PAYLOAD_ALIGN bytes; in memory they equal a payload of their cast
-#: codec
+#: number of 16-bit values in PAYLOAD_ALIGN bytes. A multiple of this many values has in memory the
+#: bytes of its payload by the cast codec of the same dtype
 CAST_STEP = PAYLOAD_ALIGN // 2
-#: elements of a slice; two fp32 tensors of this length, half a MB, fit in a core's cache
+#: elements of the slices that ``settle`` processes; two fp32 slices, 0.5 MB, fit in a core's cache
 CACHED = 1 << 16
 #: attribute of a GPU buffer: address of the stream on which it was taken
 STREAM = "_hybridcomp_stream"
 
 
 def current_stream(index: int) -> int:
-    """Return the address of torch's current stream on GPU ``index``; an object takes 2 us."""
+    """Return the address of torch's current stream on GPU ``index``; a Stream object takes 2 us."""
     found = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return int(found(index) if found else torch.cuda.current_stream(index).cuda_stream)
 
@@ -77,8 +77,9 @@ class Pool:
         return buffer, buffer[: 4 * numel].view(torch.float32)
 
     def take_bytes(self, nbytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ``(buffer to give back, its first nbytes bytes)``; without a view (1 us) of
-        all.
+        """Return ``(buffer to give back, its first nbytes bytes)``.
+
+        A buffer of exactly ``nbytes`` is returned itself, since a view takes 1 us.
         """
         buffer = self.take(nbytes, device)
         return buffer, buffer if buffer.numel() == nbytes else buffer[:nbytes]
@@ -110,9 +111,9 @@ POOL = Pool()
 class EncodeRequest:
     """One slice of values to encode; the payload may go to several ranks, as the same bytes.
 
-    With a ``residual`` ``values + residual`` is sent and the residual becomes the error of the
-    encoding. ``residual is values`` means that this tensor already holds the sum. ``decoded``
-    (fp32) receives the decoded values of the payload; it may be ``values`` itself.
+    With a ``residual``, ``values + residual`` is encoded and the residual becomes the encoding
+    error. ``residual is values`` means that this tensor already holds the sum. ``decoded`` (fp32)
+    receives the decoded values of the payload; it may be ``values`` itself.
     """
 
     values: Tensor
@@ -137,10 +138,10 @@ class EncodeRequest:
 
 
 class SlotCoder:
-    """Codec of fixed size with kernels that a plan has looked up, for values that were checked.
+    """Codec of fixed size with kernels that a plan has looked up, for values already checked.
 
-    Encodes into slots and decodes payloads of exactly ``wire_nbytes`` bytes, as the plan sized
-    them; the kernels themselves refuse shorter ones.
+    Slots and payloads have exactly ``wire_nbytes`` bytes, as the plan sized them; the kernels
+    refuse shorter ones.
     """
 
     lossless = False
@@ -207,7 +208,7 @@ def check_residual(name: str, residual: Residual | None, numel: int) -> None:
 
 
 def decode_fp32(codec: Coder, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """Decode values of ``dtype`` into fp32 ``out``, for lossless codecs by adding to zeros."""
+    """Decode values of ``dtype`` into fp32 ``out``; a lossless codec adds them to zeros there."""
     if codec.lossless and dtype != torch.float32:
         out.zero_()
         codec.decode_add(payload, out, dtype)
@@ -233,8 +234,8 @@ def add_values(total: Tensor, values: Tensor) -> None:
 def settle(residual: Tensor, delivered: Tensor) -> None:
     """Subtract ``delivered`` from ``residual``; set results that are not finite to 0.
 
-    An overflow must not stay in the residual forever. On a CPU this runs in slices that fit a
-    core's cache: two passes over memory become one.
+    Otherwise an overflow would stay in the residual forever. On a CPU it processes slices that fit
+    in a core's cache, so that one pass over memory does both.
     """
     if residual.device.type != "cpu":
         _settle(residual, delivered)
@@ -260,8 +261,8 @@ def encode_job(
 ) -> int:
     """Encode ``job`` as ``dtype`` into ``out``, fill in its ``decoded``, update its residual.
 
-    Returns the bytes used. With a ``word`` (int64 on the device) the number is written there
-    instead, and all of ``out`` counts as used.
+    Returns the bytes used. With a ``word`` (int64 on the device) it writes the bytes used to
+    ``word`` and returns the length of ``out``.
     """
     used = encode_sum(codec, job, out, dtype, word)
     settle_job(codec, job, out[:used], dtype)
@@ -273,8 +274,8 @@ def encode_sum(
 ) -> int:
     """Do the first half of ``encode_job``: encode the values, plus the residual if there is one.
 
-    The residual then holds the encoded sum; ``decoded`` is not written yet. If the codec does both
-    halves at once with a quantized residual, the job's residual is None afterwards.
+    The residual then holds the sum that was encoded; ``decoded`` is not written yet. If the codec
+    does both halves at once with a quantized residual, the job's residual is None afterwards.
     """
     kept, once = job.residual, word is None and dtype == torch.float32
     if once and isinstance(kept, QuantizedResidual) and codec.encode_kept(job.values, kept, out):

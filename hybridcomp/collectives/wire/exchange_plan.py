@@ -1,4 +1,4 @@
-"""Plan an exchange of payloads, and a sum that uses one: slots, sizes, and destinations.
+"""Plan an exchange of payloads, and a sum over exchanged payloads: slots, sizes, destinations.
 
 The same messages come at every step, so everything that does not depend on values is computed once
 for all equal messages.
@@ -31,9 +31,10 @@ class PayloadPlan:
             dtype.
         coder: the codec with its kernels looked up.
         each: kernels for several payloads in one launch, if the back end has them.
-        varying: kernels for all payloads of variable size, where their sizes stay on the device.
-        is_late: the encoder leaves sizes on the device.
-        sizes_in_front: sizes travel in front of the payloads.
+        varying: kernels for all payloads of variable size at once, if their sizes stay on the
+            device.
+        is_late: whether the encoder leaves payload sizes on the device.
+        sizes_in_front: whether payload sizes precede the payloads in the same message.
     """
 
     codec: Codec
@@ -69,16 +70,17 @@ class ExchangePlan(PayloadPlan):
 
     Attributes:
         rows: for each destination, the numbers of the jobs whose payloads go there, in order.
-        rooms: for each job, the bytes of its payload, the maximum if sizes vary.
-        arriving: for each source, the (maximum) bytes of its payloads.
-        heads: for each destination and source, the bytes for sizes in front of the payloads.
+        rooms: for each job, the bytes of its payload; the maximum if sizes vary.
+        arriving: for each source, the (maximum) bytes of each of its payloads.
+        heads: for each destination, and for each source, the bytes of the sizes that precede the
+            payloads.
         gives, takes: (maximum) bytes to and from each rank, including heads.
         slots: bytes of the payloads in the order in which they are sent.
-        places: for each job, its first slot.
-        copies: payloads with several slots: (first slot, further slot).
+        places: for each job, the number of its first slot.
+        copies: for each further slot of a payload: (number of the first slot, of this slot).
         pieces: bytes of the payloads in the order in which they arrive.
-        settles_later: this rank decodes its payloads once the message has left, on a CPU, where
-            that takes as long as encoding them.
+        settles_later: whether this rank decodes its own payloads only once the message is posted:
+            on a CPU, where decoding takes as long as encoding.
     """
 
     rows: list[list[int]]
@@ -106,10 +108,10 @@ def plan_exchange(
     """Plan an exchange.
 
     Args:
-        rows: per group rank, the numbers of the jobs whose payloads go there; none for this rank
-            itself. Every job has a destination.
+        rows: per group rank, the numbers of the jobs whose payloads go to it; empty for this rank.
+            Every job has a destination.
         jobs: elements of each job.
-        numels: per group rank, the elements of each job of that rank for this one.
+        numels: per group rank, the elements of each payload that this rank receives from it.
         codec, dtype, device: codec, dtype and device of the encoded values.
     """
     rooms = [codec.wire_nbytes(numel, dtype) for numel in jobs]
@@ -147,13 +149,13 @@ def plan_exchange(
 
 @dataclass
 class Payloads:
-    """Views into the wire buffers of one exchange; its user gives the buffers back to the pool.
+    """Views into the wire buffers of one exchange; the caller gives ``buffers`` back to the pool.
 
     Attributes:
         encoded: this rank's payloads, by job.
         buffers: buffers to give back.
-        leaving: bytes for all ranks, in rank order.
-        is_unsettled: the jobs' residuals still hold the encoded values instead of their error.
+        leaving: the message to all ranks, in rank order.
+        is_unsettled: whether the jobs' residuals still hold the encoded values, not the error.
         received: received payloads, by group rank, then in the order of that rank's jobs.
     """
 
@@ -171,7 +173,7 @@ class SummedPart(NamedTuple):
         start, stop: range of its elements.
         owners: group ranks that need its sum.
         place: start of the sum in this rank's tensor of sums, if this rank is an owner.
-        source: index of its tensor, if there are several.
+        source: index of the tensor that has the slice, if there are several.
     """
 
     start: int
@@ -188,11 +190,11 @@ class SumPlan:
     Attributes:
         exchange: exchange of the payloads.
         sent: the parts that this rank encodes; job i of the exchange encodes part i.
-        owned: the parts that this rank sums, each with its job number or None. None: the rank adds
-            its values unquantized, which only a sole owner may do. Several owners must hold the
-            same sum, so each decodes its own contribution from the payload that the others got.
-        ahead: sums with several owners begin with this rank's payload, which it decodes while the
-            message is on its way: between two ranks only, where a + b is b + a.
+        owned: the parts that this rank sums, each with its job number or None. None: this rank is
+            the sole owner and adds its values unquantized. Several owners must get the same sum, so
+            each decodes its own contribution from the payload that it sends to the other owners.
+        ahead: whether sums with several owners begin with this rank's payload, which it decodes
+            while the message is sent: only between two ranks, where a + b equals b + a.
     """
 
     exchange: ExchangePlan
@@ -227,10 +229,10 @@ def plan_sum(
 
 
 def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False) -> torch.dtype:
-    """Return the dtype to encode values of ``dtype`` as; ``wide``: they are fp32 at this point.
+    """Return the dtype as which to encode values of a message of ``dtype``.
 
-    A lossy codec encodes fp32 directly, which saves a rounding and a pass. A lossless one would
-    send twice the bytes for digits that ``dtype`` cannot hold; only a ``flush`` sends them, since
-    no later message will.
+    ``wide``: the values are fp32 at this point. A lossy codec encodes fp32 directly, which saves a
+    rounding and a pass over memory. A lossless codec would need twice the bytes, for digits that
+    ``dtype`` cannot hold: it sends them only on a ``flush``, since no later message will.
     """
     return torch.float32 if wide and (flush or not codec.lossless) else dtype

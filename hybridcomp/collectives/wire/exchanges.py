@@ -1,8 +1,8 @@
 """Exchange payloads between ranks: encode, all-to-all the bytes, and sum what arrives.
 
 ``exchange`` returns views of the payloads; ``sum_parts``, the first half of every reduction, sends
-encoded parts to their owners, who add them in fp32. What does not depend on the values is planned
-(``exchange_plan``); long messages go in rounds (``message_rounds``).
+encoded parts to their owners, which add them in fp32. What does not depend on values is planned
+once (``exchange_plan``); long messages are sent in rounds (``message_rounds``).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def exchange(
 ) -> Steps[Payloads]:
     """Encode the ``jobs`` of ``plan``, and exchange their payloads in an all-to-all.
 
-    The caller returns their ``buffers`` to the pool after use.
+    The caller gives the ``buffers`` of the result back to the pool.
 
     1 encode every job once, into slots that follow each other by destination
     2 variable-size codecs: exchange the sizes, unless these precede the payloads in the message
-    3 exchange the bytes; on a CPU decode this rank's jobs and settle residuals meanwhile
+    3 exchange the bytes; on a CPU meanwhile decode this rank's own payloads and update residuals
     """
     clock = meter.clock
     # 1
@@ -61,7 +61,7 @@ def exchange(
     sent.buffers.append(buffer)
     message = transport.all_to_all(wire, sent.leaving, takes, gives, group, meter)
     if plan.device.type == "cpu":
-        yield UNDER_WAY  # yielded on every rank, whatever it sends, so that all keep the same order
+        yield UNDER_WAY  # on every rank, whatever it sends, so that all ranks keep the same order
     if sent.is_unsettled:
         start = clock.begin()
         for job, payload in zip(jobs, sent.encoded, strict=True):
@@ -104,15 +104,15 @@ def sum_parts(
     begin: Tensor | None = None,
     in_place: bool = False,
 ) -> Steps[Tensor]:
-    """Sum the parts that this rank owns into ``total`` (fp32), update the residuals, return it.
+    """Sum the parts that this rank owns into ``total`` (fp32); update residuals; return ``total``.
 
     1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
 
     Args:
         values, residuals: by ``source``.
-        begin: None, or ``total``, whose contents are then added to.
-        in_place: ``total`` is this rank's part of ``values``; only with ranks 0 and 1, for which
-            x0 + x1 == x1 + x0 gives the bits of rank order.
+        begin: None, or ``total``, to whose contents the sums are then added.
+        in_place: whether ``total`` is this rank's part of ``values``; only on ranks 0 and 1, where
+            starting from the own values gives the bits of rank order, as x0 + x1 == x1 + x0.
     """
     coder, dtype, meter, me = plan.exchange.coder, plan.exchange.dtype, via.meter, via.group.rank
     # 1, 2
@@ -175,9 +175,9 @@ def _begin(
     total: Tensor | None,
     begun: bool,
 ) -> tuple[list[_PartSum], Sequence[Tensor | ResidualRun]]:
-    """Return the initialized sums that this rank owns, and the residuals that they include.
+    """Return this rank's sums, initialized, and the residuals that the sums include.
 
-    Values that it adds unquantized are first added to its residual.
+    Values that this rank adds unquantized are first added to their residual.
     """
     own, alone, left = list[Tensor](), list[int](), list[Residual]()
     for index, (part, job) in enumerate(plan.owned):
@@ -213,7 +213,7 @@ def _begin(
 def _add_column(
     sum_: _PartSum, column: Sequence[Tensor | None], coder: Coder, dtype: torch.dtype
 ) -> None:
-    """Add up one sum in rank order, so that it stays in the cache.
+    """Add all payloads of one sum, in rank order, so that the sum stays in the cache.
 
     ``column``: each rank's payload; None stands for this rank's exact values.
     """
@@ -236,7 +236,7 @@ def _add_row(
     each: MultiTensorKernel,
     plan: ExchangePlan,
 ) -> None:
-    """Add one rank's payloads to their sums: one launch for empty sums, one for the others."""
+    """Add one rank's payloads to the sums: one launch for empty sums, one for begun sums."""
     for begun in (False, True):
         chosen = [
             (payload, sum_.out)
@@ -266,9 +266,9 @@ def accumulator(
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Return ``(buffer to give back, fp32 tensor for the sum of a chunk, its start values)``.
 
-    The sum is computed where it needs no extra pass over memory: in ``place``, or in the residual
-    ``kept`` of the second quantization, which has the start values; else in a buffer as long as
-    ``like``.
+    The sum is computed where it needs no extra pass over memory: in ``place``, else in ``kept``,
+    the fp32 residual of the second quantization. Otherwise it takes a buffer as long as ``like``.
+    The start values are those of ``kept``.
     """
     buffer: Tensor | None = None
     if place is not None:
@@ -281,7 +281,7 @@ def accumulator(
 
 
 def show_overflow(total: Tensor) -> None:
-    """Set sums to Inf (in place) where fp16 would overflow, as native sums would be.
+    """Set sums to Inf, in place, where fp16 would overflow, as a native sum would.
 
     Codecs saturate instead of overflowing, but loss scaling must see overflows.
     """

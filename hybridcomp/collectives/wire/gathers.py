@@ -31,8 +31,8 @@ class GatherPlan(PayloadPlan):
         me: this rank's group rank.
         nbytes: for each rank, the bytes of each of its payloads, the maximum if sizes vary.
         heads: for each rank, the bytes in front of its payloads for their sizes.
-        slot: (maximum) bytes of the payloads of the rank with the most.
-        pieces: bytes of all payloads in the gathered buffer, and of the gap behind each rank's
+        slot: (maximum) bytes of all payloads of a rank, for the rank with the most.
+        pieces: bytes of all payloads in the gathered buffer, and of the gap after each rank's
             payloads.
     """
 
@@ -45,7 +45,8 @@ class GatherPlan(PayloadPlan):
     def room(self) -> Slots:
         """Take a buffer for this rank's payloads; the caller gives it back.
 
-        It is as long as any rank's may be: if sizes travel ahead, all slots are equally long.
+        It has the length of the longest rank's payloads: if sizes travel ahead, all ranks send
+        equally long slots.
         """
         buffer = POOL.take(max(self.heads) + self.slot, self.device)
         return Slots(buffer, [], head=self.heads[self.me])
@@ -59,7 +60,7 @@ def plan_gather(
     group: Group,
 ) -> GatherPlan:
     """Plan a gather; ``numels``: for each rank, the elements encoded in each of its payloads."""
-    # of a thousand ranks all may have the same row
+    # a thousand ranks may all have the same row, which is computed once
     distinct = {id(row): row for row in numels}
     known = {key: [codec.wire_nbytes(n, dtype) for n in row] for key, row in distinct.items()}
     nbytes = [known[id(row)] for row in numels]
@@ -73,10 +74,10 @@ def plan_gather(
 
 @dataclass
 class Slots:
-    """Payloads in consecutive slots of ``buffer``, behind ``head`` bytes.
+    """Payloads in consecutive slots of ``buffer``, after ``head`` bytes.
 
-    ``nbytes``: bytes of the slots. A slot is as long as its payload or, if ``words`` (int64 on the
-    device, one per payload) holds the sizes, as long as the payload could be.
+    ``nbytes``: bytes of each slot. A slot is as long as its payload; or, if ``words`` (int64 on the
+    device, one per payload) holds the sizes, as long as the payload can be.
     """
 
     buffer: Tensor
@@ -88,9 +89,10 @@ class Slots:
 def encode_all(
     plan: GatherPlan, stretches: Sequence[Tensor], places: Sequence[Range] = ()
 ) -> Slots:
-    """Encode the slices ``stretches`` one after the other into a ``room`` of the plan.
+    """Encode the slices ``stretches`` one after the other into a new ``GatherPlan.room``.
 
-    ``places``: positions of the slices in the message, for a codec ``against`` earlier values.
+    ``places``: positions of the slices in the message, for a codec that encodes ``against`` earlier
+    values.
     """
     dtype, most, room = plan.dtype, plan.nbytes[plan.me], plan.room()
     if plan.each is not None and len(stretches) > 1:
@@ -174,7 +176,7 @@ def gather(
 ) -> Steps[tuple[list[list[Tensor]], Tensor]]:
     """All-gather the payloads of every rank: ``(payloads by rank, buffer to give back)``.
 
-    ``own``: the encoded payloads of this rank. Every rank's slot is as long as the longest.
+    ``own``: the encoded payloads of this rank. All ranks send equally long slots.
     Variable-size codecs exchange the sizes first, unless these precede the payloads.
     """
     found, slot = plan.nbytes, plan.slot
@@ -208,7 +210,7 @@ def _bring_together(own: Slots, sizes: Sequence[int], room: int) -> None:
 def _gather_uneven(
     own: Slots, plan: GatherPlan, group: Group, meter: Meter
 ) -> Steps[tuple[list[list[Tensor]], Tensor]]:
-    """Gather payloads, each rank's behind their sizes."""
+    """Gather payloads; each rank's payloads follow their sizes in one message."""
     used = own.head + sum(own.nbytes)
     if own.head:
         payload_sizes.write_head(own.buffer, own.nbytes)

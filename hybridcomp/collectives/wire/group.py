@@ -23,8 +23,8 @@ from hybridcomp.collectives.wire.handle import Meter
 from hybridcomp.job import peer_liveness
 
 P = TypeVar("P")
-#: most weight of all plans that a group keeps: thousands of plans for a few ranks, or sixteen with
-#: a part for each of 4,096 ranks
+#: maximum total weight of the plans that a group caches: thousands of plans for a few ranks, or
+#: sixteen plans with a part for each of 4,096 ranks
 MOST_PLANNED = 1 << 16
 
 #: called with the values to encode, the positions in them that no codec block may cross, and their
@@ -47,15 +47,16 @@ class Group:
         rank, size: this rank's group rank, and the number of ranks.
         remote: group ranks on other nodes; in more than two levels, in other largest units.
         levels: the grid of nodes times local ranks; None: messages have one level.
-        ring: share of a ring's bytes that this rank sends to another node, 0.0 or 1.0.
-        width, local: number of ranks of a node, which sum their values before each of them encodes
-            a slice of the sum, and this rank's index among them; 1 and 0 in one level.
-        encoders, index: number of ranks that encode one element, and this rank's index among them:
-            all of the group in one level, one of each node in two.
+        ring: fraction of its bytes in a ring that this rank sends to another node: 1.0 if the next
+            rank is on another node, else 0.0.
+        width, local: number of ranks of a node, which sum their values before each encodes a slice
+            of the sum; and this rank's index among these ranks. 1 and 0 in one level.
+        encoders, index: number of ranks that encode one element, and this rank's index among these
+            ranks. In one level they are all ranks of the group, in two levels one of each node.
         plans: cached plans of collectives, by the properties that equal messages share (``keep``).
             They reference neither the group nor tensors of a message, and are freed with the group.
-        hops: for a group that only gathers: the groups whose gathers, one after the other, replace
-            its own, with the ranks of the first varying fastest; empty: it has a process group.
+        hops: for a group without its own process group, which only gathers: the groups that gather
+            one after the other in its place; ranks of the first vary fastest. Else empty.
     """
 
     process_group: ProcessGroup
@@ -171,8 +172,10 @@ class Levels:
 
     @cached_property
     def gathered(self) -> Group:
-        """Return the ranks whose shards this rank decodes in a gather: those with the same slice on
-        the first level, by local index and then by node; in two levels ``outer``.
+        """Return the ranks whose shards this rank decodes in a gather; in two levels ``outer``.
+
+        These ranks have this rank's slice on the first level; they are ordered by local index, then
+        by node.
         """
         later = self.stages[1:]
         if not later:
@@ -221,8 +224,8 @@ class Transfer:
         codec: the same on all ranks.
         meter: filled in by the collective, and complete once that has finished.
         cuts: ascending positions that no codec block may cross; the same on all ranks.
-        flush: whether residuals are sent for the last time. A lossless codec then encodes the fp32
-            sum of values and residual, as rounding it to 16 bits would leave a residual.
+        flush: whether residuals are sent for the last time. A lossless codec then encodes the sum
+            of values and residual in fp32, since rounding it to 16 bits would leave a residual.
     """
 
     codec: Codec
@@ -235,17 +238,17 @@ class Transfer:
 @dataclass(eq=False)
 class Reduction(Transfer):
     """Transfer of values that are summed, with error feedback. In two levels cuts and residuals
-    belong to this rank's stretch of its node's sum, ``chunk_ranges(numel, width)[group.local]``.
+    refer to this rank's slice of its node's sum, ``chunk_ranges(numel, width)[group.local]``.
 
     Attributes:
         residual: residual of the first quantization, as long as the values that this rank encodes;
             updated in place, 0 afterwards where nothing was quantized.
         owner_residual: residual of the second quantization, as long as this rank's chunk of the
             first residual, ``chunk_ranges(len, group.encoders)[group.index]``. Only reductions that
-            quantize twice use it. Each of the two is set on all ranks or on none.
+            quantize twice use it. Each residual is set on all ranks or on none.
         probe: called with the values before they are encoded.
         kept: in two levels, this rank's fp32 slice of the node's sum over earlier messages, which
-            is added to the slice of this one (``keep_to_owners``, ``keep_shards``).
+            is added to the slice of this message (``keep_to_owners``, ``keep_shards``).
     """
 
     residual: Residual | None = None

@@ -1,9 +1,9 @@
 """Run the steps of a collective: handles that drive them, and meters of bytes and seconds.
 
 A collective such as all_reduce has local work between and after its messages. It is written as a
-generator that yields the works to wait for, so its numbered steps are in one body. A handle runs it
-up to the first message on creation, and the rest in ``wait()``. The rounds of a long message run
-side by side (``overlapped``), so that coding one overlaps with sending others.
+generator that yields the works to wait for, so its numbered steps are in one body. On creation a
+handle runs the generator up to the first message; ``wait()`` runs the rest. The rounds of a long
+message run concurrently (``overlapped``), so that coding one round overlaps with sending others.
 
 On a CPU seconds are host time, on a GPU device time (``device_clock``).
 """
@@ -98,7 +98,7 @@ class _UnderWay(Work):
 
 
 #: yielded by steps that have posted a message but still have work to do before waiting, so that
-#: collectives running side by side post theirs first (``overlapped``)
+#: other collectives in ``overlapped`` post their messages before this work
 UNDER_WAY = _UnderWay()
 
 
@@ -226,7 +226,8 @@ class Pending(Generic[T]):
         """Keep and return the error that ``wait()`` raises from now on: PeerError if a rank is
         missing.
 
-        If a rank has reported its failure (``together``), that is raised without searching.
+        If a rank has reported its failure (``together``), its report is raised without a search
+        for missing ranks.
         """
         told = any(one.told_before(error) for one in gates.here.operations)
         self._error = (None if told else peer_liveness.lost(error, self._meter.where)) or error
@@ -242,11 +243,11 @@ class ReduceScatterHandle(Pending[Tensor]):
 
 
 def overlapped(rounds: Sequence[Steps[T]]) -> Steps[T]:
-    """Run collectives side by side: start all, then continue each in turn after its message.
+    """Run collectives concurrently: start all, then continue each in turn after its message.
 
-    The order depends only on their number of steps, so all ranks post the same messages in the same
-    order. All first messages are posted when a handle is returned. A single collective is returned
-    as it is, since another generator would cost time at each step.
+    The order depends only on the number of steps of each collective, so all ranks post the same
+    messages in the same order. A handle posts the first message of every collective on creation. A
+    single collective is returned unchanged, since another generator would cost time at each step.
     """
     return rounds[0] if len(rounds) == 1 else _side_by_side(rounds)
 

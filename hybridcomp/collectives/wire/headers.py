@@ -1,9 +1,9 @@
 """Headers of sent payloads: spec digest, dtype, elements and bytes; checked at once or later.
 
-A payload of fixed size has a known length, so on a GPU nothing has to wait for its header. Once a
-message of a kind had the expected header, later ones are decoded immediately and their headers
-compared later, together: after every optimizer step those that have reached the host, and all of
-them at a report and before a checkpoint.
+A payload of fixed size has a known length, so on a GPU its decoding need not wait for the header.
+Once a message of a kind had the expected header, later messages of this kind are decoded at once.
+Their headers are compared later, together: after every optimizer step the headers that have reached
+the host, at a report and before a checkpoint all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ assert HEADER_NBYTES == 32
 
 @dataclass(frozen=True)
 class Header:
-    """Description of a payload, sent ahead of it or in front of it."""
+    """Description of a payload, sent as a message ahead of it or at the start of its message."""
 
     spec_digest: bytes
     dtype: torch.dtype
@@ -103,20 +103,20 @@ class Unread:
         return device.type != "cpu" and kind in self.kinds
 
     def add(self, header: Tensor, check: Check) -> None:
-        """Compare ``header`` at the next ``check``."""
+        """Keep ``header``, whose bytes a later ``poll`` or ``check`` passes to ``check``."""
         self.waiting.append((header, check))
         if len(self.waiting) >= MOST:
             self.check()
 
     def check(self) -> None:
-        """Wait for the devices and compare; raise the error of the first wrong header."""
+        """Wait for the devices and compare all headers; raise the error of the first wrong one."""
         waiting, self.waiting, self.asked = self.asked + self.waiting, [], []
         rows = read_together([header for header, _ in waiting])
         for row, (_, check) in zip(rows, waiting, strict=True):
             check(bytes(row))
 
     def poll(self) -> None:
-        """Compare headers whose copies to the host, begun earlier, have arrived; never waits."""
+        """Compare headers whose copies have reached the host; start copying more; never wait."""
         found = self.late.take()
         if found is not None:
             asked, self.asked = self.asked, []  # ``asked`` is empty if ``check`` was faster

@@ -1,9 +1,9 @@
 """Cut long messages into rounds, so that coding one overlaps with sending the others.
 
 A row is the list of slices that a rank sends or sums. The rows of all ranks are cut into equally
-many rounds, each with its share of every row, so that all links stay busy. The cuts depend only on
-the rows, which all ranks know, and lie between blocks of the codec: values and residuals equal
-those of the uncut message, and so do the bytes if the codec is of fixed size.
+many rounds, each with a part of every row, so that all links stay busy. The cuts depend only on the
+rows, which all ranks know, and lie between blocks of the codec. So values and residuals equal those
+of the uncut message; with a codec of fixed size the bytes do, too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hybridcomp.collectives.wire import payload_sizes
 from hybridcomp.collectives.wire.chunking import SEGMENT_ALIGN, Range, cut_rows
 from hybridcomp.collectives.wire.group import Group
 
-#: Elements of the longest row in one round, and of half a row where that is less: one message
-#: alone leaves the link idle between its hops, but every round costs half a millisecond.
+#: Elements of the longest row in one round; least elements per round if a row is only halved. One
+#: message alone leaves the link idle between its hops, but every round costs half a millisecond.
 #: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, load 1.5
 #: (``scripts/bench/bench_netlab.py --rounds --megabytes N`` at commit fe690ca):
 #:
@@ -50,13 +50,13 @@ def round_count(longest: int, codecs: Sequence[Codec], device: torch.device, gro
 def rounds(
     rows: Sequence[Sequence[Range]], codecs: Sequence[Codec], device: torch.device, group: Group
 ) -> list[list[list[Range]]]:
-    """Cut ``rows`` into rounds, each with its share of every row; into one if that is faster."""
+    """Cut ``rows`` into rounds, each with a part of every row; into one if that is faster."""
     longest = max(sum(stop - start for start, stop in row) for row in rows)
     return cut_rows(rows, round_count(longest, codecs, device, group))
 
 
 def _may_be_cut(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Return whether rounds give the same result and need no extra messages for their sizes."""
+    """Return whether rounds give the same result and need no extra messages for payload sizes."""
     if codec.fixed_size:
         return True
     return SEGMENT_ALIGN % codec.segment == 0 and payload_sizes.in_front(codec, device, group)

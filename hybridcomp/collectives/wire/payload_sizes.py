@@ -2,8 +2,8 @@
 
 An encoder of variable size on a GPU writes the number of bytes it used into a word on the device
 and returns at once. Collectives exchange the words of all payloads in one message between devices
-and copy the received ones to pinned memory; the host waits once per exchange, for an event, while
-other streams keep running. On a CPU the encoder returns the size and none of this is needed.
+and copy the received words to pinned memory. The host waits for this copy once per exchange, while
+other streams keep running. On a CPU the encoder returns the size, so nothing is copied.
 
 Over gloo between CPUs sizes precede the payloads in the same message, and a receiver allocates room
 for the largest possible payloads.
@@ -77,9 +77,9 @@ class SizeReader:
         return arrival.sizes()
 
     def _copied_beside(self, words: Tensor, message: Work) -> Arrival:
-        """Copy as ``copied`` does, after ``message``, on a separate stream.
+        """Copy like ``copied``, after ``message``, on a separate stream.
 
-        So the caller's stream waits neither for the message nor for the copy.
+        The caller's stream then waits neither for the message nor for the copy.
         """
         if words.device not in self._streams:
             self._streams[words.device] = cuda.Stream(words.device)
@@ -128,9 +128,9 @@ def check_size(codec: Codec, sender: str, nbytes: int, largest: int) -> None:
 
 
 def in_front(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Return whether payloads of ``codec`` travel behind their sizes; equal on all ranks.
+    """Return whether one message has the sizes and then the payloads; equal on all ranks.
 
-    Not if payloads go over several hops, since later hops would not know the lengths.
+    It does not if payloads go over several hops, since later hops would not know the lengths.
     """
     stay = codec.fixed_size or SIZES.stay(codec, device)
     return not stay and not group.hops and group.backends.get(device.type) == "gloo"

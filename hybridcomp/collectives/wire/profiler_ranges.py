@@ -7,9 +7,9 @@ which locate kernels, events and waits in the trace:
     hybridcomp::message 7 dp at step 3      number of the message in the marks below
     hybridcomp::codec 7                     the host encodes, sums or decodes, or launches that
     hybridcomp::post 7 262144               bytes for other ranks go to torch.distributed
-    hybridcomp::wait 7                      the host, or on a GPU its current stream, waits for them
+    hybridcomp::wait 7                      the host, or a GPU's current stream, waits for bytes
 
-Without a profiler a message only checks twice whether one records.
+Without a profiler a message only checks twice whether a profiler records.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lengths of the parts of an all-to-all, by rank, with the sums that messages need.
 
-Walking over a list of lengths several times would cost every message time. So a list is read once:
-a list that comes again, as for an exchange and its backward pass, is recognized by its identity and
-compared with a copy, which takes a nanosecond per rank.
+Walking over a list of lengths several times would cost every message time, so a list is read once.
+A list that is passed again, as by the backward pass of an exchange, is recognized by its identity
+and compared with a copy, which takes a nanosecond per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hybridcomp.codecs.launches import read_lengths
 
 Lengths = npt.NDArray[np.int64]
-#: most lists of lengths that are remembered; each holds a number for each rank of its group
+#: most lists of lengths that are remembered; a list holds a number for each rank of its group
 MOST_KNOWN = 64
 
 
@@ -103,5 +103,5 @@ class _Beyond(dict[tuple[int, frozenset[int]], tuple[int, int]]):
         return found
 
 
-#: for the identity of a list and the elements of a row: a copy of the list, and its ``Splits``
+#: (identity of a list, elements of a row) -> (copy of the list, its ``Splits``)
 _known: dict[tuple[int, int], tuple[Any, Splits]] = {}

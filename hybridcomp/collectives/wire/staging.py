@@ -1,7 +1,7 @@
 """Stage GPU tensors in pinned host memory for gloo.
 
-gloo takes CUDA tensors for few collectives (all_reduce and broadcast; no all_to_all, no all_gather,
-no send and recv), so the others go through pinned host memory. Messages are encoded, so the copies
+gloo takes CUDA tensors only for all_reduce and broadcast, not for all_to_all, all_gather, send and
+recv, whose messages therefore go through pinned host memory. Messages are encoded, so the copies
 are short. With staging, several ranks can share one GPU, and clusters without NCCL can train.
 """
 
@@ -52,7 +52,7 @@ class Staging:
         return self.room(values).copy_(values)
 
     def back(self, values: Tensor, there: Tensor) -> None:
-        """Copy host ``values`` into ``there`` on its current stream, without waiting."""
+        """Copy host ``values`` into the GPU tensor ``there``, without waiting for the copy."""
         there.copy_(values, non_blocking=True)
 
 

@@ -4,12 +4,12 @@ Every call posts its message asynchronously and returns the work, which steps yi
 handle decides when to wait. Nothing here is a generator: over NCCL a call takes the host little
 more time than torch's.
 
-Over gloo all-to-all and all-gather are messages between pairs, receives posted first. gloo sends a
-message once its receiver has announced that it is ready. In gloo's collectives a rank may start to
-send data before it announces this: the announcement then queues up behind the data, and the two
-directions of a link run one after the other. Between two ranks at 71 Mb/s and at 1 Gb/s that
-happened to about half of all messages above 0.4 MB, which took twice as long as the link needs.
-With receives posted before any send, announcements go out first. The bytes are the same.
+Over gloo, all-to-all and all-gather are messages between pairs, with receives posted first. gloo
+sends a message once its receiver has announced that it is ready. In gloo's own collectives a rank
+may start to send data before it announces that it is ready: the announcement then queues after the
+data, and the two directions of a link run one after the other. Between two ranks at 71 Mb/s and at
+1 Gb/s this happened to about half of all messages above 0.4 MB and doubled their time. With
+receives posted before any send, announcements are sent first. The bytes are the same.
 
 GPU tensors over gloo go through pinned host memory (``staging``).
 """
@@ -39,7 +39,7 @@ GATHER, SCATTER = (
     if hasattr(dist, "reduce_scatter_single")
     else ("all_gather_into_tensor", "reduce_scatter_tensor")
 )
-#: tag of messages between pairs, so that none is matched with a message of the training program
+#: tag of messages between pairs, which keeps gloo from matching them with the training program's
 TAG = int.from_bytes(b"hc", "big")
 #: maximum abandoned works; the oldest is waited for beyond that
 MOST_FORGOTTEN = 64
@@ -152,8 +152,8 @@ def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
 def gather_in_node(out: Tensor, values: Tensor, group: Group) -> Work | None:
     """Gather between CPUs of one node over gloo as ``all_gather`` does, uncounted; None elsewhere.
 
-    Messages between pairs take half of the processor's time of gloo's own all-gather, which copies
-    all values once more. Between nodes its ring crosses less often.
+    Messages between pairs take half the CPU time of gloo's own all-gather, which copies all values
+    once more. Between nodes gloo's ring is better, since it crosses the link less often.
     """
     if out.is_cuda or group.remote or group.backends.get("cpu") != "gloo":
         return None
@@ -166,8 +166,8 @@ def all_gather_uneven(
 ) -> Work:
     """Gather ``values`` of any lengths; only over gloo between CPUs.
 
-    ``rooms``: for each rank, the elements of ``out`` reserved for its values: at least their
-    number, and exactly their number for this rank.
+    ``rooms``: for each rank, the elements of ``out`` reserved for its values: at least as many as
+    it sends, for this rank exactly as many.
     """
     nbytes = (group.size - 1) * values.nbytes  # a ring: all bytes go to the next rank
     meter.sent(nbytes, nbytes * int(group.ring))
@@ -241,8 +241,8 @@ def shift(
 ) -> Work:
     """Send ``values`` to group rank ``dst`` and receive ``out`` from group rank ``src``, at once.
 
-    With None, no message goes in that direction; both sides must agree. ``out`` is as long as the
-    message; over gloo it may be longer.
+    ``values`` None: send nothing; ``out`` None: receive nothing; both sides must agree. ``out`` is
+    as long as the message; over gloo it may be longer.
     """
     if values is not None:
         meter.sent(values.nbytes, values.nbytes * int(dst in group.remote))

@@ -38,7 +38,7 @@ class Varying:
         return self._encode_late(jobs) if self.plan.is_late else self._encode_ahead(jobs)
 
     def _encode_ahead(self, jobs: Sequence[EncodeRequest]) -> Payloads:
-        """Encode payloads one behind the other."""
+        """Encode payloads into the message without gaps, in the order in which they are sent."""
         plan, encoded = self.plan, dict[int, Tensor]()
         encode, position = encode_sum if plan.settles_later else encode_job, 0
         out = POOL.take(plan.gives.total, plan.device)
@@ -114,7 +114,7 @@ def _in_order(words: Tensor, order: Sequence[int]) -> Tensor:
 def _bring_together(sent: Payloads, order: Sequence[int]) -> None:
     """Copy payloads into one buffer without gaps, in ``order``, for the message.
 
-    Their slots, which are as long as payloads can be, are given back to the pool.
+    The buffers with the payloads' slots, which have the largest size, are given back to the pool.
     """
     if len(order) < 2:
         sent.leaving = sent.encoded[order[0]] if order else sent.leaving[:0]
@@ -139,8 +139,8 @@ def cut_payloads(
 ) -> list[list[Tensor]]:
     """Return the payloads of every rank, views of ``buffer``; rank r has ``rooms[r]`` bytes of it.
 
-    ``nbytes``: their sizes, or the maximum sizes if ``heads`` state the real ones. Raises
-    CodecError if a head states a size that ``codec`` never produces.
+    ``nbytes``: the payloads' sizes; if ``heads`` state the sizes, their maximum. Raises CodecError
+    if a head states a size that ``codec`` never produces.
     """
     messages = torch.split(buffer, list(rooms))
     if any(heads):

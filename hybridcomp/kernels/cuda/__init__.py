@@ -1,13 +1,13 @@
 """The CUDA back end: launches kernels, with their grids and arguments.
 
-The kernels are the ``.cu`` files beside this one, around the headers that the CPU uses; they write
-the same bytes as the CPU. ``<codec>.py`` launches those of one codec: its only class is looked up
-by the codec's name. A ``launcher.Launcher`` starts a kernel: ``CudaLauncher`` loads images that
-NVRTC compiles and launches on torch's current stream; the tests have one that runs the same sources
-on the host. ``fused`` has the kernels for all chunks of a reduction at once.
+The kernels are the ``.cu`` files of this folder. They use the same headers as the CPU kernels and
+write the same bytes. ``<codec>.py`` launches the kernels of one codec, by its only class. A
+``launcher.Launcher`` starts a kernel: ``CudaLauncher`` loads images compiled by NVRTC and launches
+on torch's current stream; the tests have a launcher that runs the same sources on the host.
+``fused`` launches kernels that handle all chunks of a reduction at once.
 
-No function waits for the device, except encoders of variable size that return the size; with the
-address of a word they store the size there.
+No function waits for the device, except encoders of variable size that return the size; given the
+address of a word, they store the size there instead and do not wait.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CudaKernels:
         self.damage.check()
 
     def poll(self) -> None:
-        """Raise as ``check`` does, for damage read at the previous call; does not wait."""
+        """Raise as ``check``, but only for damage before the previous call; does not wait."""
         self.damage.poll()
 
 

@@ -36,7 +36,7 @@ class DamageFlag:
             )
 
     def poll(self) -> None:
-        """Raise as ``check`` does, for damage read at the previous call; does not wait."""
+        """Raise as ``check``, but only for damage before the previous call; does not wait."""
         copied = self._late.take()
         if copied is not None and int(copied):
             self.check()  # ``check`` may already have reported this damage
@@ -66,7 +66,7 @@ class CudaFunctions:
             self._launcher.launch(source, defines, kernel, (blocks, 1), *words, threads=threads)
 
     def _stored(self, size: int, encode: Callable[[int], None]) -> int:
-        """Have ``encode`` store the bytes used at ``size``; if that is 0, wait and return them."""
+        """Let ``encode`` store the bytes used at ``size``; if that is 0, wait and return them."""
         if size:
             encode(size)
             return 0

@@ -16,7 +16,7 @@ from hybridcomp.kernels.kept import Kept, bits_of, words_of
 TILES = 1024 * WARPS  # elements per thread block of blockint.cu
 #: limit on values of a rank's chunk: a block's number has 32 bits (blockint_ranks.h, Span)
 MOST_SUMMED = 1 << 36
-SUM_THREADS = 64  # threads per block of blockint_sum.cu, each of whose warps needs shared memory
+SUM_THREADS = 64  # threads per block of blockint_sum.cu, few as each warp needs shared memory
 
 
 @cache
@@ -38,7 +38,7 @@ def blockint_image(setting: int, dtype: int, kept: int = 32) -> tuple[str, ...]:
 
 
 class FusedBlockInt:
-    """blockint's ``CollectiveKernel``: three launches for an all_reduce, two for its half."""
+    """blockint's ``CollectiveKernel``: 3 launches for an all_reduce, 2 for a reduce_scatter."""
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher = launcher

@@ -1,8 +1,8 @@
-"""Support AMD GPUs, on which our kernels never ran: their names, libraries, images by hipRTC.
+"""Support AMD GPUs (untested): device names, libraries, and images compiled by hipRTC.
 
-torch for ROCm calls AMD's GPUs and streams ``cuda``, and RCCL ``nccl``. CuPy for ROCm has hipRTC
-behind its NVRTC binding, and AMD's runtime behind its CUDA binding; kernels are launched by
-``launch.cpp``, which knows the functions of both drivers.
+Our kernels have never run on such a GPU. torch for ROCm names AMD's GPUs and streams ``cuda``, and
+RCCL ``nccl``. In CuPy for ROCm, the NVRTC binding calls hipRTC, and the CUDA binding calls AMD's
+runtime. ``launch.cpp`` launches kernels by the functions of either driver.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ NEVER_RUN = (
     "codecs were never run on an AMD GPU: their kernels were compiled for some and emulated, no "
     "more; compare losses with native communication first, and tell us"
 )
-#: options of all kernels, besides those that hipRTC shares with NVRTC: no implicit fused
-#: multiply-add, no flushing of subnormals
+#: hipRTC's options for all kernels: no implicit fused multiply-add, no flushing of subnormals
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-gpu-flush-denormals-to-zero")
 #: architecture to compile for if there is no GPU: waves of 64 lanes
 EXAMPLE = "gfx90a"

@@ -1,11 +1,11 @@
 """Compile images of the GPU kernels, once for each architecture, and cache them on disk.
 
-NVRTC, or hipRTC for AMD's GPUs (``hip``), is called through CuPy's binding, but not through
-``cupy.RawModule``: that appends ``-ftz=true`` to all options, and with subnormals flushed to zero,
-bytes and sums would differ from the CPU's. Its disk cache also ignores changes of included files.
-Our cache is in CuPy's folder.
+NVRTC, or hipRTC for AMD's GPUs (``hip``), is called through CuPy's binding. ``cupy.RawModule`` is
+not used: it appends ``-ftz=true`` to all options, and with subnormals flushed to zero, bytes and
+sums would differ from the CPU's; its disk cache also ignores changes of included files. Our cache
+is in CuPy's folder.
 
-Ranks that start together may each compile; they write the same bytes, and files appear atomically.
+Ranks that start together may each compile the same image: they write equal bytes, atomically.
 A damaged file is recompiled.
 """
 
@@ -63,8 +63,8 @@ def compiled(
 ) -> tuple[bytes, str]:
     """Compile ``source`` for sm_``architecture``; returns the image and the compiler's log.
 
-    For a GPU newer than the compiler it returns PTX for the newest known architecture; for an AMD
-    GPU, whose architecture is a name, hipRTC's code object.
+    The image is a cubin; for a GPU newer than the compiler, PTX for the newest known architecture;
+    for an AMD GPU, whose architecture is a name, hipRTC's code object.
 
     Raises CodecError with the compiler's log, or for a GPU that is too old for the compiler.
     """
@@ -87,8 +87,8 @@ def compiled(
     try:
         nvrtc.compileProgram(program, (*OPTIONS, target, *more))
         log: str = nvrtc.getProgramLog(program)
-        # CuPy drops the last byte, taking the image for a C string. In a cubin that is the highest
-        # byte of the last offset in the segment table, which is always 0: it is added back here
+        # CuPy takes the image for a C string and drops its last byte. In a cubin this byte is the
+        # highest of the last offset in the segment table, always 0, so it is appended again
         found: bytes = nvrtc.getCUBIN(program) + b"\0" if real else nvrtc.getPTX(program)
         return found, log
     except nvrtc.NVRTCError as error:

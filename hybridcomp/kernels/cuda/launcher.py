@@ -43,8 +43,8 @@ class Launcher(Protocol):
     ) -> None:  # fmt: skip
         """Run ``kernel`` of ``source``, compiled with ``defines``, over ``grid`` blocks.
 
-        Every argument is a word of 64 bits: an address, a number, or the bits of a float. A
-        ``table`` is the kernel's first argument, by value.
+        ``words`` are the kernel's arguments, 64 bits each: an address, a number, or the bits of a
+        float. ``table``, if given, is passed by value before them.
         """
 
     def zeros(self, words: int) -> Tensor:
@@ -60,9 +60,9 @@ class Launcher(Protocol):
 class CudaLauncher:
     """Loads images compiled by ``images``, through CuPy, and launches on torch's current stream.
 
-    All memory is torch's: a CUDA graph that captures the stream captures the launches. If another
-    context (on AMD's GPUs another device) is current in the thread, a launch switches to this
-    device's and back.
+    All memory is allocated by torch, so a CUDA graph that captures the stream can capture the
+    launches. If another context (on AMD's GPUs another device) is current in the thread, a launch
+    switches to this device's context and back.
     """
 
     def __init__(self, device: torch.device) -> None:

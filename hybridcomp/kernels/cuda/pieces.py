@@ -1,4 +1,4 @@
-"""Lay out pieces of a message with payloads of varying length, for kernels that take them all."""
+"""Lay out tables of a message's pieces, for kernels that process all pieces in one launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEAR, ROW_WORDS = 64, 7
 MOST = 1 << 15
 #: values per thread block of pieces.cu
 STEP = 4096
-#: macro of kernels for all pieces, where kernels for one tensor are a separate image
+#: macro that compiles a source's kernels for all pieces; those for one tensor are another image
 IMAGE = ("HC_PIECES=1",)
 
 
@@ -32,7 +32,7 @@ class PieceTable:
         count: number of pieces.
         longest: values of the longest piece.
         blocks: thread blocks for all pieces together.
-        scratch: 32-bit words of scratch memory between two kernels.
+        scratch: 32-bit words of scratch memory that two kernels share.
         far: the rows on the device, which must live until the launches have read them.
     """
 
@@ -54,9 +54,9 @@ def lay_out(
         launcher: launcher of the pieces' device.
         pieces: payloads begin at multiples of 16 bytes, unless ``aligned`` is False.
         step: values per thread block.
-        room: (a, b): 32-bit words of scratch memory per piece, ceil(numel / 2) + a * ceil(numel /
-            b); none if a is 0.
-        ranks: this many consecutive pieces are for the same values and blocks.
+        room: (a, b): each piece gets ceil(numel / 2) + a * ceil(numel / b) 32-bit words of scratch
+            memory; none if a is 0.
+        ranks: number of consecutive pieces that have the same values and thread blocks.
 
     Raises ValueError for a misaligned payload.
     """
@@ -110,8 +110,9 @@ class CudaPieces(CudaFunctions):
         self, source: str, kernel: str, pieces: Sequence[PayloadPiece], step: int, *words: int,
         ranks: int, looks: bool = False, threads: int = THREADS,
     ) -> None:  # fmt: skip
-        """Launch a decoder for all pieces; ``looks``: it needs a word per block and rank to look
-        back.
+        """Launch a decoder for all pieces.
+
+        ``looks``: whether it looks back, which takes a ticket and a word per block and rank.
         """
         for laid in lay_out(self._launcher, pieces, step, ranks=ranks):
             work = self._launcher.zeros(1 + laid.blocks * ranks) if looks else None

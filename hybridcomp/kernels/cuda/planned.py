@@ -20,11 +20,11 @@ class PlannedBlockInt:
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher, self._setting = launcher, setting
-        #: tables whose device rows CUDA graphs read at every replay, so they are never freed
+        #: tables that are never freed, since CUDA graphs read their device rows at every replay
         self._captured: set[StretchTable] = set()
 
     def table(self, stretches: Sequence[PlannedStretch], *, sums: bool = False) -> StretchTable:
-        """Number the tiles of all rows consecutively; for sums, rows start at thread blocks."""
+        """Make a table with tiles numbered over all rows; a sum's row starts a thread block."""
         if not sums:
             return StretchTable.of(stretches)
         for one in stretches:
@@ -82,7 +82,7 @@ class PlannedBlockInt:
     def _launch_near(
         self, kernel: str, like: Tensor, table: StretchTable, ranks: int, *words: int
     ) -> None:
-        """Launch with the rows passed by value, if few, so that nothing is copied ahead."""
+        """Launch with the rows passed by value, if they are few, to avoid a copy to the device."""
         if not table.tiles:
             return
         near = table.near or table.far(self._words(table, like.device))

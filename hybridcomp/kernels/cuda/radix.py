@@ -20,7 +20,7 @@ class RadixOnCuda(CudaPieces):
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,
         out: int, nbytes: int, threads: int, size: int = 0, /,
     ) -> int:  # fmt: skip
-        """Encode, a thread block for every two segments, which look back together."""
+        """Encode, a thread block for every two segments; a block looks back only once."""
         words = (values, numel, segment, _float_bits(bound), int(relative), dtype, out)
         tiles = ceil_div(numel, 2 * segment)
         return self._variable("radix.cu", f"radix_encode_{DTYPES[dtype]}", out, tiles, words, size)

@@ -26,13 +26,15 @@ CUPY_ROCM = {"cupy-rocm-5-0": 5, "cupy-rocm-7-0": 7}
 
 @dataclass(frozen=True)
 class CudaSetup:
-    """CUDA versions of this process. ``None`` and empty: missing.
+    """CUDA versions of this process; an attribute that is None or empty is missing.
 
-    ``driver`` is the newest CUDA that the driver supports, ``torch`` and ``rocm`` the CUDA or ROCm
-    of torch's build, ``devices`` name and compute capability (90 for 9.0, of AMD's the name of the
-    target) of every GPU that torch sees, ``cupy`` the installed packages that contain CuPy, with
-    their versions, ``nvrtc`` the compiler that CuPy loads (hipRTC for AMD's), ``architectures`` its
-    targets, ``problem`` why it could not be loaded.
+    Attributes:
+        driver: newest CUDA version that the driver supports.
+        torch, rocm: CUDA or ROCm version of torch's build.
+        devices: name and compute capability (90 for 9.0; AMD: target name) of torch's GPUs.
+        cupy: installed packages that contain CuPy, with versions.
+        nvrtc, architectures: compiler that CuPy loads (AMD: hipRTC), and its targets.
+        problem: why the compiler could not be loaded.
     """
 
     driver: Version | None = None
@@ -61,8 +63,8 @@ def setup() -> CudaSetup:
 def extra_of(found: CudaSetup) -> str:
     """Return the extra of hybridcomp that fits: ``cuda12`` or ``cuda13``.
 
-    CUDA 13 no longer compiles for a V100. Otherwise the major version of torch's CUDA decides,
-    since its libraries are installed, then the driver's.
+    A GPU that CUDA 13 no longer supports (V100) needs ``cuda12``. Otherwise the major version of
+    torch's CUDA decides, since its libraries are installed; without one, the driver's.
     """
     if any(architecture < FIRST_OF_CUDA_13 for _, architecture in _of_nvidia(found)):
         return "cuda12"
@@ -148,7 +150,7 @@ def _text(version: Version) -> str:
 
 
 def _driver() -> Version | None:
-    """Read the driver's version from libcuda itself, as torch would initialize a device."""
+    """Read the driver's version from libcuda; asking torch would initialize a device."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -10,14 +10,14 @@ from hybridcomp.kernels.cuda.pieces import PieceTable, lay_out
 from hybridcomp.kernels.pieces import PayloadPiece
 
 SOURCE = "stepcode.cu"
-#: values of the smallest tile, which one warp codes; grids are sized for tiles of this size
+#: values of the smallest tile; one warp encodes a tile, and grids are sized for the smallest
 TILE = 8192
 #: size of ``Plan`` in stepcode_plan.h in 64-bit words
 PLAN_WORDS = 1540
 #: 32-bit words of scratch memory of a tile besides its values (ROOM_HEAD, ROOM_SLACK in
 #: stepcode_encode.h)
 LEAST_ROOM = 34 + 128
-#: maximum thread blocks that count samples: of one piece, and of many pieces together
+#: maximum number of thread blocks that count samples: for one piece, and for all pieces together
 BLOCKS, ALL_BLOCKS = 256, 4096
 RUN = 512
 

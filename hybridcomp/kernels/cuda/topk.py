@@ -9,7 +9,7 @@ SOURCE = "topk.cu"
 CHUNK = 4096
 #: words of 32 bits of a chunk's ``Head`` in topk_encode.h
 HEAD_WORDS = 6
-#: bits of gaps that a thread block decodes (BLOCK_BITS in topk_decode.h)
+#: bits of encoded position gaps that a thread block decodes (BLOCK_BITS in topk_decode.h)
 BLOCK_BITS = 8192
 
 

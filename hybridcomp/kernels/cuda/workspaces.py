@@ -1,8 +1,8 @@
 """Provide zeroed words for kernels without a memset for each launch.
 
 Encoders of variable size need a few zeroed words. Allocating them with torch costs the host about
-as much as the rest of the launch, and the GPU one more kernel. So they are taken from slabs that
-are zeroed as a whole; words are never handed out twice, and a used-up slab is freed.
+as much time as the rest of the launch, and the GPU one more kernel. So the words come from slabs
+that are zeroed as a whole. No word is handed out twice, and a used-up slab is freed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SLAB = 1 << 16
 
 
 class Workspaces:
-    """Slabs of one device, one per stream, so that zeroing is ordered before use.
+    """Slabs of one device; each stream has its own, so that it zeroes a slab before using it.
 
     Args:
         make: returns this many int64 zeros on the current stream.

@@ -1,8 +1,8 @@
-"""Weights and updates of pipelines that do not wait for a batch's end; upstream-independent.
+"""Weights and updates of pipelines without a flush at a batch's end; independent of upstream.
 
-``versions`` keeps the weights with which pending micro-batches were computed; ``corrections``
-change what an optimizer does with late gradients. ``patches/ds/pipeline/async_pipeline.py`` runs
-them.
+``passes`` orders the passes of a stage, ``versions`` keeps the weights that pending micro-batches
+need, and ``corrections`` adapt an optimizer's update to late gradients.
+``patches/ds/pipeline/async_pipeline.py`` uses these modules.
 """
 
 from hybridcomp.nn.async_pipeline.corrections import UpdateCorrection, make_correction

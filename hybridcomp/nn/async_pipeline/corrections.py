@@ -2,15 +2,15 @@
 
 Each correction works on the optimizer's own tensors, element by element, in hooks around ``step``,
 so corrections that only change the update also work on master weights and their partitions. A
-correction keeps its own state in the optimizer's state, under ``KEY``, so that it is saved and
-restored with it.
+correction keeps its own tensors in the optimizer's state, under ``KEY``, so that they are saved and
+restored with that state.
 
 With w_t the weights after t steps, U_t the uncorrected update that step t subtracts, and D the
 average number of steps by which this stage's gradients are late:
 
-* ``error_feedback``: w_{t+1} = w_t - (2 U_t - U_{t-1}). A step applied U_{t-1} where U_t was due;
-  U_t is known one step later, and the difference is then made up for. For a delay of one step, as
-  in "One-Step Gradient Delay is Not a Barrier" (Zmushko et al., 2026).
+* ``error_feedback``: w_{t+1} = w_t - (2 U_t - U_{t-1}). The previous step applied U_{t-1} although
+  U_t was due; as soon as U_t is known, this step also applies the difference. For a delay of one
+  step, as in "One-Step Gradient Delay is Not a Barrier" (Zmushko et al., 2026).
 * ``look_ahead``: w_{t+1} = w_t + d_t - (1 - g) U_t, with d_t = g (w_t - w_{t-1}) and gradients at
   w_t + d_t ("Nesterov Method for Asynchronous Pipeline Parallel Optimization", Ajanthan et al.,
   2025). The parameters hold w_t + d_t, as those of torch's Nesterov do.
@@ -42,9 +42,9 @@ NAME = "compression.pipeline.correction"
 
 
 class UpdateCorrection(ABC):
-    """Hooks around the ``step`` of ``optimizer``; each correction implements some of them.
+    """Hooks around the ``step`` of ``optimizer``; each correction implements some of the hooks.
 
-    They act only inside ``active``, so the same optimizer can also step without them.
+    The hooks act only inside ``active``, so the same optimizer can also step without a correction.
     """
 
     #: whether passes need optimizer tensors that are the model's own parameters
@@ -103,11 +103,11 @@ class UpdateCorrection(ABC):
         """Correct one parameter in place after the step; ``before``: its values before the step."""
 
     def forward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the weights for forward passes; None: those of the pass's version."""
+        """Return the weights for a forward pass; None: use the pass's weight version."""
         return None
 
     def backward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the weights for backward passes; None: those of the pass's version."""
+        """Return the weights for a backward pass; None: use the pass's weight version."""
         return None
 
     def kept(self, parameter: Tensor) -> Tensor | None:
@@ -121,7 +121,7 @@ class UpdateCorrection(ABC):
 
 
 class UpdateErrorFeedback(UpdateCorrection):
-    """Make up in each step for the update that the previous step applied one step late."""
+    """Add to each update its difference from the previous, late update."""
 
     def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
         """Subtract U_t - U_{t-1} once more."""
@@ -139,7 +139,7 @@ class LookAhead(UpdateCorrection):
         self._momentum = momentum
 
     def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
-        """Advance the parameter, one prediction ahead of the weights, to the next prediction."""
+        """Compute the next weights, and set the parameter to the prediction ahead of them."""
         last = self.kept(parameter)
         weights = torch.lerp(before, parameter.detach(), 1 - self._momentum)
         ahead = weights - (before if last is None else last)
@@ -148,7 +148,7 @@ class LookAhead(UpdateCorrection):
 
 
 class PipeMare(UpdateCorrection):
-    """Reduce the first learning rates for late gradients, and extrapolate weights backward."""
+    """Reduce learning rates early in training, and extrapolate weights back in time (T1, T2)."""
 
     needs_own_weights = True
 
@@ -192,7 +192,7 @@ class PipeMare(UpdateCorrection):
 
 
 class SpikeCompensation(UpdateCorrection):
-    """Compensate SGD with momentum for delayed gradients, and predict weights by its velocity."""
+    """Correct momentum SGD for delayed gradients; predict forward weights by the velocity."""
 
     needs_own_weights = True
 
@@ -206,7 +206,7 @@ class SpikeCompensation(UpdateCorrection):
         self._delay = delay
 
     def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
-        """Reweight the velocity and the newest gradient, including its weight decay."""
+        """Replace the step: weigh velocity and newest gradient (with weight decay) by a and b."""
         velocity, momentum = self.optimizer.state[parameter]["momentum_buffer"], group["momentum"]
         assert parameter.grad is not None, "of a parameter that steps"
         grad = parameter.grad + group["weight_decay"] * before

@@ -1,10 +1,10 @@
 """Decide which micro-batch a pipeline stage works on next, and with which weights.
 
-The schedule is 1F1B without an end: of S stages, stage s is d = (S - 1 - s) (1 + slack)
-micro-batches further in its forward passes than in its backward passes. A call for a batch of M
-micro-batches ends with the backward pass of the last, so every stage makes one optimizer step
-per call; by then it has run its first forward passes of the next batch. So at most ceil(d / M)
-steps happen between a forward pass and its backward pass.
+The schedule is 1F1B without a flush: the forward passes of stage s (of S stages) are
+d = (S - 1 - s) (1 + slack) micro-batches ahead of its backward passes. A call for a batch of M
+micro-batches ends with the last one's backward pass, so every stage makes one optimizer step per
+call. By then, the stage has already run its first d forward passes of later batches. So at most
+ceil(d / M) steps happen between a micro-batch's forward pass and its backward pass.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hybridcomp.config.async_pipeline import Versions
 
 
 class PassOrder:
-    """Passes of one stage since it was last empty.
+    """Passes of one stage since the pipeline was last empty.
 
     Attributes:
-        ahead: micro-batches by which forward passes are ahead, d.
+        ahead: d, the micro-batches by which forward passes are ahead of backward passes.
         forwarded, backwarded: number of micro-batches whose forward or backward pass has begun.
         staleness: most steps by which the weights of a forward pass were older than the weights
             that its gradient updated.

@@ -1,8 +1,8 @@
 """Keep older versions of a stage's weights, and run passes with them.
 
-The parameters of the model always hold the newest version, where the optimizer expects it; only
-during a pass their ``data`` is another tensor. If autograd saves a parameter or a view of one, only
-its position is stored, and the tensor is taken from the parameter in the backward pass. So the
+The model's parameters hold the newest version, where the optimizer expects it; only during a pass
+with an older version their ``data`` is replaced. If autograd saves a parameter or a view of one,
+only its position is stored, and the backward pass takes the tensor from the parameter. So the
 backward pass computes with the weights that it is given, instead of saved tensors that the
 optimizer has since overwritten.
 """
@@ -34,7 +34,7 @@ class WeightVersions:
     """The newest weights, held by the model, and copies of older versions.
 
     Attributes:
-        parameters: trained parameters, of which versions are kept.
+        parameters: trained parameters, whose versions are kept.
         newest: number of optimizer steps so far, which identifies the newest version.
         most_held: most versions held at once, including the newest.
     """
@@ -65,7 +65,7 @@ class WeightVersions:
         self._kept.clear()
 
     def at(self, version: int) -> Sequence[Tensor] | None:
-        """Return the weights of ``version``; None: the newest, which the model holds."""
+        """Return the weights of ``version``; None if it is the newest, which the model holds."""
         return None if version == self.newest else self._kept[version]
 
     @contextmanager
@@ -100,7 +100,7 @@ class WeightVersions:
 
 
 class _Places:
-    """Positions of the parameters in their storages, several of which may share one."""
+    """Positions of the parameters in their storages; several parameters may share a storage."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         places: dict[int, list[tuple[int, int, int]]] = {}

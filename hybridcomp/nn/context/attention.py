@@ -1,9 +1,9 @@
 """Ring attention: every rank holds a part of the sequence, and keys and values go round.
 
-Blockwise attention over a sequence cut over ranks (Li et al., arXiv 2105.13120; Liu et al., arXiv
-2310.01889). A rank computes with the keys that it holds while the next ones travel, and merges the
-partial results by the logarithms of their sums (``blocks.merge``). ``traffic`` has the messages,
-``layout`` the cut of a sequence.
+Blockwise attention over a sequence that is sharded over ranks (Li et al., arXiv 2105.13120; Liu et
+al., arXiv 2310.01889). A rank computes with the keys and values that it holds while it receives the
+next ones, and merges partial results by their rows' log-sum-exp (``blocks.merge``). ``traffic`` has
+the messages, and ``layout`` decides which tokens a rank holds.
 
 Shapes: B samples, H heads of queries, K heads of keys and values, S tokens of this rank, D width.
 """
@@ -34,10 +34,10 @@ def ring_attention(
     layout: Layout = "zigzag",
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention over sequences whose tokens are cut over ``group``, with gradients.
+    """Compute attention over sequences that are sharded over ``group``, with gradients.
 
-    Every rank of the group calls it, with equal shapes and in the same order. Messages take the
-    settings of ``cp`` in the block of this process; without a block they travel natively.
+    Every rank of the group calls it, with equal shapes and in the same order. Messages use the
+    settings of dimension ``cp`` in this process's block; without a block they are native.
 
     Args:
         q: queries (B, H, S, D) of the tokens that this rank holds; see ``shard``.
@@ -46,10 +46,10 @@ def ring_attention(
         group: the context-parallel group; None: all ranks.
         causal: whether a token attends only to itself and earlier tokens.
         scale: factor of the scores; None: 1 / sqrt(D).
-        layout: how sequences are cut: ``zigzag``, or ``contiguous``, which leaves the first ranks
-            idle under a causal mask.
+        layout: how sequences are sharded: ``zigzag``, or ``contiguous``, which leaves the first
+            ranks idle under a causal mask.
         documents: document numbers of the whole sequence, (B or 1, tokens), equal on every rank. A
-            token attends to tokens with its own number; -1 is padding. None: one document.
+            token attends only to tokens with its own number; -1 is padding. None: one document.
 
     Returns the context (B, H, S, E), of the dtype of ``q``; B and S may be 0. Raises ValueError on
     shapes that do not fit.
@@ -100,7 +100,7 @@ class RingAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, **more: Any
     ) -> Tensor:
-        """Compute the context, its dimensions in ``order`` like those of the queries.
+        """Compute the context, with dimensions in ``order``, as those of ``q``.
 
         ``more``: options of other attention functions; raises ValueError unless all are None.
         """

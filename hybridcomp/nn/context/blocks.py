@@ -1,8 +1,8 @@
 """Compute attention of one block (some queries, some keys) in plain torch, tile by tile.
 
 Shapes: B samples, H heads of queries, K heads of keys and values (K divides H), S queries, T keys,
-D width of a head. Scores and sums are fp32, or fp64 where the values are. A block returns the
-logarithm of each row's sum of exponentials, by which blocks can be merged in any order (``merge``),
+D width of a head. Scores and sums are fp32, or fp64 for fp64 inputs. A block returns each row's
+log-sum-exp of the scores, with which blocks can be merged in any order (``merge``),
 as in FlashAttention (arXiv 2205.14135) and ring attention (arXiv 2310.01889).
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 #: most score elements at a time: 1 Mi fp32 values fit in a core's cache for a while
 TILE = 1 << 20
-#: a causal block is cut into at least this many tiles of at least this many rows: a tile computes
-#: all keys that its last row sees, so a single tile would compute twice the scores that count
+#: a causal block is cut into at least this many tiles, of at least this many rows: a tile computes
+#: all keys that its last row sees, so one tile for all rows would compute twice the needed scores
 CAUSAL_TILES, CAUSAL_ROWS = 8, 64
 
 
@@ -92,7 +92,7 @@ def backward(
         grad: gradient of the context over all keys, (B, H, S, D).
         q, k, v: as in ``forward``.
         delta: sums over D of the context times its gradient, (B, H, S), as ``accumulator`` dtype.
-        logs: logarithms over all keys, not of this block alone, (B, H, S).
+        logs: each row's log-sum-exp over all keys, not only those of this block, (B, H, S).
         mask, scale: as in ``forward``.
     """
     wide = accumulator(q.dtype)

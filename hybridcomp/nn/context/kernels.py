@@ -1,10 +1,10 @@
 """Compute attention of one block with a device's fastest kernel: torch's kernels on a GPU.
 
 torch's flash kernel takes fp16 and bf16 and heads of up to 256 values, its memory-efficient kernel
-fp32 as well. Both return the logarithm of each row's sum. Their backward pass takes the logarithms
-of the whole context, so a block's gradients are its part of the whole gradients. They are called
-directly, since ``scaled_dot_product_attention`` returns no logarithms. Inputs that they do not take
-(documents, fp64), and all inputs on a CPU, are computed in plain torch (``blocks``).
+fp32 as well. Both kernels return each row's log-sum-exp. Their backward pass takes the log-sum-exp
+over all keys, so it returns a block's part of the whole gradients. Both kernels are called
+directly, since ``scaled_dot_product_attention`` does not return the log-sum-exp. Inputs that
+neither takes (documents, fp64), and all inputs on a CPU, are computed in plain torch (``blocks``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridcomp.nn.context import blocks
 from hybridcomp.nn.context.blocks import Mask
 
 Kind = Literal["flash", "efficient", "plain"]
-#: largest head width of the flash kernel, and the multiple that both kernels require of it
+#: largest head width of the flash kernel; both kernels need a head width that is a multiple of STEP
 FLASH_WIDTH, STEP = 256, 8
 #: largest head width with a backward pass on GPUs with little shared memory: torch itself leaves
 #: heads of 193 to 224 values to other kernels there
@@ -112,7 +112,7 @@ def backward(
 def _padded(values: Tensor) -> Tensor:
     """Pad heads with zeros to a multiple of ``STEP``, which changes neither scores nor context.
 
-    It also makes heads contiguous, as kernels require, for example of an expanded gradient.
+    It also makes heads contiguous, as kernels require (an expanded gradient is not).
     """
     missing = -values.shape[-1] % STEP
     if missing:

@@ -1,11 +1,10 @@
-"""Shard a sequence over context-parallel ranks, and select the part of a block that a rank
-computes.
+"""Shard a sequence over context-parallel ranks, and select what a rank computes of a block.
 
-With a causal mask the first tokens of a sequence see few others and the last ones see all. In the
-layout ``zigzag`` a sequence is cut into two chunks per rank, and rank r of N holds chunks r and 2 N
-- 1 - r, so that all ranks compute equally much in every step of the ring. Megatron shards sequences
-in the same way. ``contiguous`` is one chunk per rank, for attention without a mask, or if sequences
-are already sharded like that.
+With a causal mask, the first tokens of a sequence attend to few tokens and the last ones to all.
+The layout ``zigzag`` cuts a sequence into two chunks per rank; rank r of N holds the chunks r and
+2 N - 1 - r, so that all ranks compute equally much in every step of the ring. Megatron shards
+sequences in the same way. ``contiguous`` has one chunk per rank, for attention without a mask, or
+for sequences that are already sharded like that.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class BlockPart:
 
 
 def chunks_of(rank: int, ranks: int, layout: Layout) -> tuple[int, ...]:
-    """Return the numbers of the chunks of a sequence that ``rank`` holds, in its order."""
+    """Return the numbers of the chunks that ``rank`` holds, in the order of its tokens."""
     return (rank, 2 * ranks - 1 - rank) if layout == "zigzag" else (rank,)
 
 
 def part(
     rank: int, owner: int, length: int, *, ranks: int, causal: bool, layout: Layout
 ) -> BlockPart | None:
-    """Select the block that ``rank`` computes with the keys of ``owner``; None: it sees none.
+    """Select what ``rank`` computes with the keys of ``owner``; None: nothing, all are masked.
 
     ``length``: tokens that each rank holds.
     """
@@ -54,7 +53,7 @@ def part(
     if layout == "contiguous":
         return BlockPart(whole, whole, False) if owner < rank else None
     half = length // 2
-    if owner < rank:  # the owner's first chunk precedes both of ours, its second follows both
+    if owner < rank:  # only the owner's first chunk precedes this rank's two chunks
         return BlockPart(whole, slice(0, half), False)
     return BlockPart(slice(half, length), whole, False)
 
@@ -85,8 +84,8 @@ def shard(
         whole: tokens, labels, position ids or hidden states of whole sequences.
         group: the context-parallel group; None: all ranks.
         dim: the dimension of the sequence.
-        layout: the cut; as in ``ring_attention``.
-        rank: number in the group; None: this rank.
+        layout: how sequences are sharded, as in ``ring_attention``.
+        rank: index in the group of the rank whose part is returned; None: this rank.
 
     Raises ValueError if the sequence cannot be sharded evenly.
     """
@@ -130,10 +129,10 @@ def positions(
 
 
 def documents_of(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Return document numbers, int32, (1, length), of sequences that are packed back to back.
+    """Return the document numbers, int32 (1, length), of tokens of back-to-back sequences.
 
     ``cu_seqlens``: the start of each sequence and the end of the last, as for FlashAttention.
-    Tokens behind the last are padding: -1.
+    Tokens after the last sequence are padding: -1.
     """
     places = torch.arange(length, device=cu_seqlens.device)
     numbers = torch.searchsorted(cu_seqlens.to(places.dtype), places, right=True) - 1
@@ -142,5 +141,5 @@ def documents_of(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def documents_of_mask(mask: Tensor) -> Tensor:
-    """Return document numbers, int32, of a padding mask (B, S): 0 where it is nonzero, else -1."""
+    """Return document numbers, int32, for a padding mask (B, S): 0 where nonzero, else -1."""
     return (mask != 0).to(torch.int32) - 1

@@ -22,7 +22,7 @@ from hybridcomp.nn.context.traffic import Gradients, RingKV, RingTraffic
 
 @dataclass(frozen=True)
 class RingCall:
-    """Arguments shared by the two passes of one call; ``documents``: by rank, (B or 1, S)."""
+    """Arguments of one call's forward and backward pass; ``documents``: (B or 1, S) per rank."""
 
     traffic: RingTraffic
     causal: bool
@@ -31,12 +31,12 @@ class RingCall:
     documents: Sequence[Tensor] | None
 
     def part(self, rank: int, owner: int, length: int) -> BlockPart | None:
-        """Select the block that ``rank`` computes with the keys of ``owner``; None: none."""
+        """Select the block that ``rank`` computes with ``owner``'s keys; None: masked out."""
         ranks = self.traffic.ranks
         return part(rank, owner, length, ranks=ranks, causal=self.causal, layout=self.layout)
 
     def mask(self, what: BlockPart, owner: int) -> Mask:
-        """Return the mask of block ``what``: this rank's queries, the keys of ``owner``."""
+        """Return the mask of block ``what``: this rank's queries against ``owner``'s keys."""
         if self.documents is None:
             return Mask(what.causal)
         rows = self.documents[self.traffic.rank][:, what.queries]
@@ -115,10 +115,10 @@ class _Backward:
         self._totals = [torch.zeros(s, dtype=wide, device=device) for s in self._shapes]
 
     def run(self, keys: RingKV | None) -> tuple[Tensor, Tensor, Tensor]:
-        """1 send gradients to their owner, 2 compute a block, 3 add the last gradients.
+        """1 send a block's gradients to their owner, 2 compute a block, 3 add the last gradients.
 
-        Gradients of a block are sent only after the next keys were received and passed on: other
-        ranks wait for keys, but need gradients only at the end, and both share the link.
+        A block's gradients share the link with the next block's keys, and are sent only after this
+        rank has received and forwarded those: other ranks wait for keys, not yet for gradients.
         """
         call, (k, v) = self._call, (self._k, self._v)
         rank, ranks, length = call.traffic.rank, call.traffic.ranks, self._q.shape[2]
@@ -157,7 +157,7 @@ class _Backward:
         return self._grad_q.to(self._q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
     def _block(self, ks: Tensor, vs: Tensor, what: BlockPart, owner: int) -> tuple[Tensor, Tensor]:
-        """Return gradients of a block's keys and values; add those of its queries in place."""
+        """Return a block's gradients of keys and values; add its query gradients in place."""
         rows, call = what.queries, self._call
         grad_q, grad_k, grad_v = kernels.backward(
             self._grad[:, :, rows], self._q[:, :, rows], ks, vs, self._out[:, :, rows],
@@ -175,7 +175,7 @@ class _Backward:
         return Contents(tuple(total[what.keys].numel() for total in self._totals), self._k.dtype)
 
     def _add(self, gradients: Gradients, under_way: int) -> None:
-        """Add the gradients of all steps but the last ``under_way`` to the totals."""
+        """Add received gradients to the totals, except those of the last ``under_way`` steps."""
         for came in gradients.arrived(under_way):
             numels = came.contents.numels
             flat = [t.view(-1)[:n] for t, n in zip(self._totals, numels, strict=True)]
@@ -193,13 +193,13 @@ def _packed(k: Tensor, v: Tensor, call: RingCall) -> RingKV | None:
 
 
 def _stretches(k: Tensor, v: Tensor, call: RingCall) -> list[Tensor]:
-    """Cut keys and values into the flat tensors of a message, the first half's first."""
+    """Cut keys and values into a message's flat tensors, first half of the sequence first."""
     pairs = zip(*(_first(t).contiguous().chunk(call.halves) for t in (k, v)), strict=True)
     return [values.reshape(-1) for pair in pairs for values in pair]
 
 
 def _around(keys: RingKV | None, call: RingCall) -> Any:
-    """Iterate ``keys.around()``, or only over this rank if there are no messages."""
+    """Iterate ``keys.around()``; without messages (``keys`` None) yield this rank only."""
     return iter([(call.traffic.rank, None, None)]) if keys is None else keys.around()
 
 

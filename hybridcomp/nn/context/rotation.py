@@ -1,9 +1,10 @@
-"""Pass a flat tensor from rank to rank, behind the interface of torch's own ring attention.
+"""Pass a flat tensor from rank to rank, with the interface of torch's own ring attention.
 
 Torch's ``context_parallel`` computes the blocks and the sums itself and asks a *rotater* for the
-tensor of the previous rank. Keys and values are passed on unchanged, so the received payload is
-forwarded. Sums of gradients change at every rank and are encoded again at each, so that the first
-addend is rounded N - 1 times. ``ring_attention`` sends gradients straight to their owners instead.
+tensor of the previous rank. Keys and values do not change on the way, so each rank forwards the
+received payload. Gradient sums change at every rank, so each rank encodes them again: with N ranks,
+the first addend is rounded N - 1 times. ``ring_attention`` instead sends gradients directly to
+their owners.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 Keys and values go round the ring: their owner encodes them once, and every rank passes on the
 payload that it received. In the backward pass the same payload goes round once more, since keeping
 other ranks' payloads would cost the memory that sharding the sequence saves. The owner keeps its
-payload between the passes, unless it is the values themselves.
+payload between the passes, unless the payload is unencoded.
 
 Gradients of keys and values do not go round. A running sum would have to be encoded at every hop:
 with N ranks its last addend is quantized once and its first N - 1 times, each time with the whole
 sum so far. Instead every rank encodes its part once and sends it to the owner, who adds the parts
-in fp32. So the error of the sum comes from N - 1 roundings of single parts instead of N (N - 1) / 2
-(a factor of sqrt(N / 2) for uncorrelated parts), a bound on each message also bounds the sum, and
-with a causal mask only the nonzero half of a part travels: three quarters of a ring's bytes.
+in fp32. The sum then has N - 1 roundings of single parts instead of N (N - 1) / 2 (an error smaller
+by sqrt(N / 2) for uncorrelated parts), and an error bound on each message also bounds the sum. With
+a causal mask only the nonzero half of a part is sent: three quarters of the bytes of a ring.
 Between nodes a ring would send less, since it enters each node only once.
 """
 
@@ -32,13 +32,13 @@ from hybridcomp.collectives.ring import Contents, PackedMessage, Ring
 from hybridcomp.collectives.wire.handle import Pending
 from hybridcomp.dimensions import Direction
 
-#: receives of keys and values that are posted ahead over gloo
+#: number of receives of keys and values that are posted in advance over gloo
 AHEAD = 2
 
 
 @dataclass(eq=False)
 class RingTraffic:
-    """Messages of attention over ``group``; ``channels``: None sends natively."""
+    """Send the messages of attention over ``group``, natively if ``channels`` is None."""
 
     channels: Channels | None
     group: ProcessGroup | None
@@ -57,7 +57,7 @@ class RingTraffic:
     def again(
         self, sealed: SavedKV, message: Tensor | None, pack: Callable[[], Sequence[Tensor]]
     ) -> RingKV:
-        """Return the keys and values for the backward pass; ``pack`` repacks unsaved ones."""
+        """Return keys and values for the backward pass, from ``pack`` if ``message`` is None."""
         if message is not None:
             own = PackedMessage(sealed.contents, message, sealed.nbytes, sealed.head)
             return RingKV(self, sealed.codec, own, None)
@@ -72,10 +72,10 @@ class RingTraffic:
         device: torch.device,
         expected: Callable[[int], Contents | None],
     ) -> Gradients:
-        """Return the sender of gradients to their owners.
+        """Return the ``Gradients`` that send gradients to their owners.
 
-        ``numel``: elements of all keys and values of a rank. ``expected``: returns the sizes of the
-        message from the rank that is a given number of steps ahead, None for no message.
+        ``numel``: elements of a rank's keys and values together. ``expected(step)``: returns the
+        sizes of the message from the rank ``step`` positions ahead; None if it sends none.
         """
         codec = self.codec(numel, dtype, "backward")
         return Gradients(self, codec, self.ring(codec, device), expected)
@@ -131,7 +131,7 @@ class SavedKV:
 class RingKV:
     """Packed keys and values of this rank, which go round the ring once per pass.
 
-    ``meter``: costs of packing, counted with the first time round.
+    ``meter``: costs of packing, recorded with the first pass round the ring.
     """
 
     traffic: RingTraffic
@@ -140,17 +140,17 @@ class RingKV:
     meter: Meter | None
 
     def seal(self) -> tuple[SavedKV, Tensor | None]:
-        """Return what the backward pass needs; no message if packing again costs nothing."""
+        """Return metadata and message for the backward pass; no message without a codec."""
         own = self.own
         sealed = SavedKV(self.codec, own.contents, own.nbytes, own.head)
         return sealed, None if self.codec is None else own.message
 
     def around(self) -> Iterator[tuple[int, PackedMessage, Ring]]:
-        """Yield the keys and values of every rank with their owner, this rank's first.
+        """Yield the owner and the message of every rank's keys and values, this rank's first.
 
-        1 send the held message to the next rank while the previous rank's arrives, 2 let the caller
+        1 send the held message to the next rank and receive the previous rank's, 2 let the caller
         compute with the held message meanwhile, 3 wait, and continue with the received message. The
-        caller may read a message only until it requests the next.
+        caller may read a message only until it requests the next one.
         """
         traffic, device = self.traffic, self.own.message.device
         ring = traffic.ring(self.codec, device)
@@ -176,11 +176,11 @@ class RingKV:
 
 
 class _Moving:
-    """Sends and receives of keys and values on their way round the ring.
+    """Post the sends and receives of keys and values that go round the ring.
 
-    Over gloo a message leaves once its receiver has posted the receive. With receives posted one
-    hop ahead, a rank that still computes delays nobody, and a received message is forwarded first.
-    NCCL takes a send and a receive as one call, so nothing is posted ahead there.
+    Over gloo a message leaves once its receiver has posted the receive. Receives are posted one hop
+    in advance, so a rank that is still computing delays no other, and forwards a received message
+    at once. NCCL takes a send and a receive as one call, so receives are not posted in advance.
     """
 
     def __init__(self, ring: Ring, contents: Contents, hops: int) -> None:
@@ -198,7 +198,7 @@ class _Moving:
             self._coming.append(self._ring.shift(None, 1, self._contents))
 
     def send(self, held: PackedMessage) -> Pending[PackedMessage | None] | None:
-        """Send ``held`` to the next rank; None: it has already been at every rank."""
+        """Send ``held`` to the next rank; return None if every rank has already had it."""
         if not self._to_send:
             return None
         self._to_send -= 1
@@ -215,12 +215,12 @@ class _Moving:
 
 
 class Gradients:
-    """Gradients of keys and values that each rank sends to their owners.
+    """Send gradients of keys and values to their owners, and receive those of this rank's own.
 
-    Over gloo the receive of a step is posted one step ahead, the first before keys and values
-    are sent: if posted later, its notice to the sender would queue behind those keys, and the
-    gradients would wait for them. With two ranks keys and gradients come from the same rank, in the
-    order of their receives.
+    Over gloo each step's receive is posted one step in advance, the first one before keys and
+    values are sent. If it were posted later, its notice to the sender would queue after the keys,
+    and the gradients would wait. With two ranks, keys and gradients come from the same rank in the
+    order in which their receives were posted, so nothing is posted in advance.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Gradients:
         ring: Ring,
         expected: Callable[[int], Contents | None],
     ) -> None:
-        """``expected``: returns the sizes of the message from a sender so many steps ahead."""
+        """``expected(step)``: sizes of the message from the rank ``step`` positions ahead."""
         self._traffic, self._codec, self._ring = traffic, codec, ring
         self._expected, self._raw_nbytes = expected, 0
         self._ahead = traffic.ranks > 2 and ring.posts_ahead
@@ -244,7 +244,7 @@ class Gradients:
             self._coming.append(self._ring.shift(None, -step, self._expected(step)))
 
     def pack(self, parts: Sequence[Tensor] | None) -> PackedMessage | None:
-        """Encode the gradients for one owner; return None if this rank has not used its keys."""
+        """Encode the gradients for one owner; None if this rank did not use the owner's keys."""
         if parts is None:
             return None
         self._traffic.sample(parts[0], self._codec, "backward")
@@ -253,7 +253,7 @@ class Gradients:
         return parcel
 
     def send(self, step: int, parcel: PackedMessage | None) -> None:
-        """Send ``parcel`` to the rank ``step`` behind; receive from the rank ``step`` ahead."""
+        """Send ``parcel`` to rank - ``step``, receive from rank + ``step`` (modulo ``ranks``)."""
         if self._ahead:
             self._sent.append(self._ring.shift(parcel, -step, None))
             self._expect(step + 1)
@@ -262,10 +262,9 @@ class Gradients:
             self._coming.append(self._sent[-1])
 
     def arrived(self, under_way: int) -> Iterator[PackedMessage]:
-        """Yield the messages of all steps except the last ``under_way``, in order, waiting for
-        each.
+        """Wait for and yield, in order, the messages of all steps but the last ``under_way``.
 
-        A step in which the other rank has not used this rank's keys has no message.
+        A step has no message if its sender did not use this rank's keys.
         """
         while len(self._sent) > under_way:
             came = self._coming.popleft().wait()

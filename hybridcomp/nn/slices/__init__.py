@@ -6,9 +6,9 @@ Stage i works on slice k while stage i + 1 works on slice k - 1 (TeraPipe, Li et
 kv_cache  keys and values of earlier slices, the state of a stage within a step
 pipeline  the schedule, and the messages between neighbours, dimension ``pp``
 stage     a stage as a module that an engine trains
-times     times of slices of any length, interpolated from measured ones; the fastest lengths
-timing    measurements of these times
-trials    real steps with the most promising lengths, of which the fastest is taken
+times     predicted times of slices of any length, fitted to measured times; the fastest lengths
+timing    measurements of slices and messages
+trials    real steps with the lengths that are predicted to be fastest; takes the fastest
 """
 
 from __future__ import annotations

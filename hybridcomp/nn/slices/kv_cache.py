@@ -1,9 +1,9 @@
-"""Keep keys and values of earlier slices of a stage's sequence, with their gradients.
+"""Keep the keys and values of a stage's earlier slices, and the gradients of these.
 
 One buffer holds keys and values of the whole sequence, and every slice reads a prefix of it, so
 only a slice's new keys and values are copied. The backward pass runs from the last slice to the
-first. When it reaches a slice, all later slices have added their gradients for its keys and values
-to one sum over the whole sequence, from which the slice takes its part.
+first, and every slice adds its gradients of all keys and values that it has read to one buffer for
+the whole sequence. When the pass reaches a slice, that slice's part of the buffer is complete.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Kept:
         self._grads: list[Tensor] | None = None
 
     def put(self, start: int, room: int, news: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the tokens from ``start`` on; return those of all so far.
+        """Store keys and values of the tokens from ``start`` on; return those of all tokens so far.
 
-        The result shares the buffer's memory but not autograd's version counter: later writes go
-        behind it.
+        The result shares the buffer's memory but not autograd's version counter, since later
+        writes only touch the buffer after the result's end.
         """
         stop = start + news[0].shape[2]
         if not self._held or self._held[0].shape[2] < stop:
@@ -52,7 +52,7 @@ class _Kept:
             self._held.append(held)
 
     def add(self, start: int, grads: tuple[Tensor, ...]) -> list[Tensor]:
-        """Add the gradients of all tokens that a slice has read; return those of the slice itself.
+        """Add a slice's gradients of all tokens that it has read; return its own tokens' sums.
 
         Sums are in the dtype of the gradients, added from the latest slice to the first.
         """
@@ -69,7 +69,7 @@ class _Kept:
 
 
 class _Extend(torch.autograd.Function):
-    """Append a slice's keys and values to earlier ones; backward returns their whole gradient."""
+    """Append a slice's keys and values to earlier slices'; backward returns the full gradient."""
 
     @staticmethod
     def forward(
@@ -113,10 +113,10 @@ class KVCache:
         return torch.arange(self._start, self._start + tokens, device=device)
 
     def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Extend the keys and values by the slice's, and attend to them, (B, H, T, D).
+        """Call ``extend``, and attend from the slice's queries to the result; (B, H, T, D).
 
         Arguments as for ``extend``, and the slice's queries (B, H, T, D), positions applied. A
-        layer that uses this and ``positions`` also works in ``hybridcomp.generate``.
+        layer that uses ``attend`` and ``positions`` also works in ``hybridcomp.generate``.
         """
         return attend(query, *self.extend(layer, key, value))
 
@@ -147,7 +147,7 @@ class KVCache:
         return extended
 
     def _check(self, layer: Hashable, length: int) -> None:
-        """Raise ConfigError if these keys would overwrite others of the same slice."""
+        """Raise ConfigError if the keys would overwrite others stored for the same slice."""
         before = self._lengths.setdefault(layer, -1)
         self._lengths[layer] = length
         again = torch._C._current_graph_task_id() != -1  # a backward pass is running

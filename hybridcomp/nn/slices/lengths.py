@@ -5,9 +5,9 @@ time. Cut into K slices, stage s works on slice k while stage s + 1 works on sli
 pass takes ``sum of the slices + (S - 1) * slowest slice``. Later slices attend to all the tokens
 before them, so equal slices take different times. If a stage must wait for a message before it
 can begin, as later stages do until the first slices reach them, the slice takes its ``hop`` longer.
-For every possible slowest slice the dynamic program finds the smallest sum; slowest slices are
-tried in ascending order, until even the smallest sum cannot win any more. The result is exact for
-the times passed in.
+For each limit on the slowest slice, in ascending order, a dynamic program finds the slices with the
+smallest sum. The search ends once even the smallest sum of all could not give a faster pass. The
+result is exact for the times passed in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: seconds of a stage for granules [start, stop), given keys and values of those before start
+#: returns a stage's seconds for the slice of granules [start, stop), which attends to [0, stop)
 SliceSeconds = Callable[[int, int], float]
 
 
@@ -48,9 +48,9 @@ def token_slices(
     Args:
         granules: most slices of the sequence, at least 1.
         stages: stages of the pipeline, at least 1.
-        seconds: returns the seconds of one slice on a stage, until it can begin the next. Never
-            called for empty slices.
-        hop: returns the further seconds until the next stage has its message.
+        seconds: returns the seconds of one slice on a stage, until the stage can begin the next
+            slice. Never called for empty slices.
+        hop: returns the further seconds until the next stage has received the slice.
 
     Raises ValueError where there is nothing to slice.
     """
@@ -95,7 +95,7 @@ def timed_slices(stops: Sequence[int], seconds: SliceSeconds, hop: SliceSeconds 
 def _fewest_seconds(
     cost: Sequence[Sequence[float]], full: Sequence[Sequence[float]], slowest: float
 ) -> Slices | None:
-    """Find slices of least total ``cost`` with none above ``slowest`` in ``full``; else None."""
+    """Find slices of least total ``cost``, each at most ``slowest`` by ``full``; None: no such."""
     sums, starts = [0.0], [0]
     for row, whole in zip(cost, full, strict=True):
         best, at = float("inf"), -1

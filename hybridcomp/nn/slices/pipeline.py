@@ -56,7 +56,7 @@ class SliceUnderWay:
 class Passed:
     """Inputs and outputs of each slice of a batch, kept between forward and backward.
 
-    inputs: tokens or hidden states. outputs: hidden states, or the slice's share of the loss.
+    inputs: tokens or hidden states. outputs: hidden states, or the slice's addend of the loss.
     """
 
     inputs: list[Tensor]
@@ -93,7 +93,7 @@ class SlicePipeline:
             width: width of the hidden states (B, T, width) between stages.
             loss: maps logits and labels of a slice to the mean loss over counted tokens; called on
                 the last stage.
-            group: None: all ranks.
+            group: the ranks of the pipeline; None: all ranks.
             dtype, device: dtype and device of the hidden states.
             channels: returns the channels of the messages, None for native ones; by default those
                 of this process.
@@ -132,9 +132,9 @@ class SlicePipeline:
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
         """Run forward and backward passes of one batch, adding to the parameters' gradients.
 
-        ``tokens``, ``labels``: (B, T), with T the sum of the slices; the first stage reads the
-        tokens, the last the labels, the others only B. Returns the mean loss on the last stage,
-        None elsewhere. Raises ConfigError on sequences of another length.
+        ``tokens``, ``labels``: (B, T), with T the sum of the slices. The first stage reads the
+        tokens and the last stage the labels; other stages read only B. Returns the mean loss on the
+        last stage, None elsewhere. Raises ConfigError on sequences of another length.
         """
         passed = self.forward(tokens, labels)
         self.backward(passed)
@@ -150,8 +150,8 @@ class SlicePipeline:
 
         ``stage`` replaces the pipeline's stage, for example with other parameters. ``backward``
         must follow unless gradients are off (``torch.no_grad``). Raises ConfigError like ``step``,
-        if stages differ in slices, width or dtype, and if hidden states do not have the declared
-        shape.
+        and also if stages differ in slices, width or dtype, or if hidden states do not have the
+        declared shape.
         """
         self._check(tokens)
         self._agree()
@@ -181,7 +181,7 @@ class SlicePipeline:
         return Passed(inputs, outputs)
 
     def _agree(self) -> None:
-        """Compare the properties of messages with other stages; a collective if they are new."""
+        """Check that all stages send messages of one form; a collective if the form is new."""
         mine = {"slices": self.slices, "width": self.width, "dtype": self.dtype}
         if mine == self._agreed:
             return
@@ -201,10 +201,10 @@ class SlicePipeline:
         return out.to(self.dtype)
 
     def _shares(self, labels: Tensor) -> list[float]:
-        """Return each slice's share of the mean loss: its part of the labels (B, T) that count.
+        """Return each slice's weight in the mean loss: its fraction of the labels that count.
 
-        If no label counts, slices count by length, so that the loss is still called as for the
-        whole model. The host waits for labels on a GPU before it receives the first slice.
+        If no label counts, slices are weighted by length, so that the loss is still called as for
+        the whole model. The host waits for labels on a GPU before it receives the first slice.
         """
         counts: list[int] = list(self.slices)
         if not (labels.is_floating_point() or labels.is_complex()):
@@ -214,9 +214,9 @@ class SlicePipeline:
         return [count / sum(counts) for count in counts]
 
     def backward(self, passed: Passed, scale: Tensor | None = None) -> None:
-        """Run the backward passes, last slice first, so that each slice's keys have all gradients.
+        """Run the backward passes, last slice first, so that each slice's keys get all gradients.
 
-        ``scale``: gradient of the loss, from which the last stage starts; None: 1.
+        ``scale``: gradient of the loss, with which the last stage starts; None: 1.
         """
         inputs, outputs, edges = passed.inputs, passed.outputs, self._edges
         last, batch, sent = len(edges) - 1, len(inputs[0]), []
@@ -243,7 +243,7 @@ class SlicePipeline:
         return None if channels is None else channels["pp"]
 
     def neighbour(self, sends: bool, direction: Direction) -> int:
-        """Return the global rank that this stage sends to, or receives from."""
+        """Return the global rank to which this stage sends, or from which it receives."""
         ahead = sends is (direction == "forward")
         return int(self._ranks[self.number + (1 if ahead else -1)])
 
@@ -259,7 +259,7 @@ class SlicePipeline:
         self, kind: type[PostSend | PostReceive], flat: Tensor, direction: Direction,
         hop: tuple[int, int],
     ) -> Posted | None:  # fmt: skip
-        """Return the encoded message of ``flat`` between the ranks of ``hop``; None: native."""
+        """Return the encoded form of a message, ``hop``: (sender, receiver); None: native."""
         channel = self._channel()
         if channel is None:
             return None

@@ -1,9 +1,9 @@
 """SlicedStage: a pipeline stage as a module whose forward runs all slices through the pipeline.
 
-An engine such as DeepSpeed's trains it like any module that returns its loss. To autograd all
-slices are one operation, so every gradient arrives once, scaled like the loss, and the engine's
+An engine such as DeepSpeed's trains it like any module that returns its loss. Autograd sees all
+slices as one operation, so every gradient arrives once, scaled like the loss, and the engine's
 handling of gradients (buckets, ZeRO 1 and 2, accumulation over micro-batches, clipping) works
-unchanged. Inside, slices run on leaf tensors that share the parameters' memory.
+unchanged. Inside the operation, slices run on leaf tensors that share the parameters' memory.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SlicedStage(nn.Module):
 
     Attributes:
         stage: the layers, ``stage(values, past)`` as for ``SlicePipeline``.
-        slices: tokens of each slice; may be changed between two steps, on all stages alike.
+        slices: tokens of each slice; assign new ones only between steps, the same on all stages.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class SlicedStage(nn.Module):
         return self._pipeline
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss of the batch (B, T) on the last stage, 0 on the others: a scalar.
+        """Return a scalar: the mean loss of the batch (B, T) on the last stage, 0 on the others.
 
-        Call ``backward`` on it on all stages, which runs the backward passes of all slices. Raises
-        ConfigError if sequences are not as long as the slices together.
+        Call its ``backward`` on all stages; this runs the backward passes of all slices. Raises
+        ConfigError if the sequence length is not the sum of the slices.
         """
         pipeline = self.pipeline
         if not torch.is_grad_enabled():

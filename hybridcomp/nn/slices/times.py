@@ -19,8 +19,8 @@ class FittedTimes:
 
     first: computing and coding a slice that begins the sequence, whose tokens attend to no earlier
         slice and whose kernels need no mask. later: the same for all other slices.
-    post: time in which the stage posts the messages of a slice, both ways. arrive: time until they
-        arrive.
+    post: time in which the stage posts the messages of a slice in both directions. arrive: time
+        from the beginning of posting until these messages have arrived.
     """
 
     first: Line
@@ -29,26 +29,27 @@ class FittedTimes:
     arrive: Line
 
     def seconds(self, start: int, stop: int) -> float:
-        """Return the seconds of a slice until the stage can begin the next.
+        """Return the seconds of a slice until the stage can begin the next one.
 
-        Messages travel while the stage works on the next slice, so the longer of the two counts.
+        Messages travel while the stage works on the next slice, so this is the longer of computing
+        plus posting, and arriving.
         """
         message = of_message(stop - start)
         busy = weighed(self.later if start else self.first, of_computing(start, stop))
         return max(1e-9, busy + weighed(self.post, message), weighed(self.arrive, message))
 
     def hop(self, start: int, stop: int) -> float:
-        """Return the extra seconds until a neighbour has the messages of this slice, both ways."""
+        """Return the extra seconds from posting this slice's messages until both have arrived."""
         message = of_message(stop - start)
         return max(0.0, weighed(self.arrive, message) - weighed(self.post, message))
 
 
 @dataclass(frozen=True)
 class SliceTimes:
-    """Times of a sequence's slices in a pipeline, each on the stage that is slowest for it.
+    """Times of a sequence's slices in a pipeline; each slice's time is that of its slowest stage.
 
     each: fitted times of every measured rank's stage. stages: number of pipeline stages. granule:
-    slices are multiples of this many tokens. count: granules of the sequence.
+    tokens of which every slice is a multiple. count: granules of the sequence.
     """
 
     each: Sequence[FittedTimes]
@@ -61,18 +62,18 @@ class SliceTimes:
         return max(times.seconds(self.granule * start, self.granule * stop) for times in self.each)
 
     def hop(self, start: int, stop: int) -> float:
-        """Return the extra seconds until a neighbour has the messages of these granules."""
+        """Return the largest ``FittedTimes.hop`` of all stages for the slice of these granules."""
         return max(times.hop(self.granule * start, self.granule * stop) for times in self.each)
 
     @property
     def call(self) -> float:
-        """Return the fitted seconds of a slice that do not depend on its tokens."""
+        """Return the fitted fixed seconds of a slice, on the slowest stage."""
         return max(times.later[0] + times.post[0] for times in self.each)
 
     def fastest(self, dearer: float = 0.0) -> Slices:
-        """Return the slices of the fastest pass if each took ``dearer`` seconds longer.
+        """Return the slices of the fastest pass if each slice took ``dearer`` seconds longer.
 
-        Their predicted seconds exclude ``dearer``.
+        The times in the returned slices exclude ``dearer``.
         """
 
         def seconds(start: int, stop: int) -> float:
@@ -91,10 +92,10 @@ class SliceTimes:
 
 
 def of_computing(start: int, stop: int) -> list[float]:
-    """Return the parts of a slice's computing time: one call; its tokens; pairs of its tokens;
-    pairs of its and earlier tokens; all tokens up to its end, whose keys get gradients.
+    """Return the numbers on which a slice's computing time depends: 1 for the call; its tokens;
+    its tokens squared; its tokens times earlier tokens; all tokens up to its end.
 
-    Masked pairs count too, since kernels compute them.
+    Masked pairs count too, since kernels compute them. All tokens up to the end get key gradients.
     """
     tokens = stop - start
     return [1.0, tokens / 1e3, tokens * tokens / 1e6, tokens * start / 1e6, stop / 1e3]
@@ -112,8 +113,8 @@ def weighed(line: Line, parts: Sequence[float]) -> float:
 def fitted(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Fit non-negative weights with the least relative errors against ``seconds``.
 
-    Errors are relative, since those of the many short slices would vanish beside those of long
-    ones. It tries every subset of the few parts, which is exact.
+    Errors are relative, since absolute errors of the many short slices would be negligible against
+    those of long slices. The fit tries every subset of the few parts, so it is exact.
     """
     took = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1)
     rows = torch.tensor(parts, dtype=torch.float64) / took

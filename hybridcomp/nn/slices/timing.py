@@ -47,19 +47,19 @@ def slice_times(
     repeats: int = 3,
     agree: ProcessGroup | None = None,
 ) -> SliceTimes:
-    """Measure the times of slices on this stage, and gather those of all others.
+    """Measure the times of slices on this stage, and gather the times of all other stages.
 
-    Every rank of ``agree`` calls it (None: of the whole job); all get the same times. Gradients,
-    the random state and buffers stay unchanged.
+    Every rank of ``agree`` calls it, and gets the same times. Gradients, the random state and
+    buffers stay unchanged.
 
     Args:
         stage: the stage of this rank.
         length: tokens of a sequence.
         batch: sequences of a micro-batch.
-        granule: slices are multiples of this many tokens, a divisor of ``length``; None: at most 64
-            granules.
+        granule: tokens of which slices are multiples, a divisor of ``length``; None: the smallest
+            that gives at most 64 granules.
         repeats: how often each slice is timed; the median counts.
-        agree: ranks that must choose the same slices.
+        agree: ranks that must choose the same slices; None: all ranks of the job.
     """
     size, pipeline = granule or granule_of(length), stage.pipeline
     with ending("timing token slices"):
@@ -94,7 +94,8 @@ def undisturbed(pipeline: SlicePipeline) -> Iterator[None]:
 
 
 class _Timer:
-    """Run slices of a stage as in a step: after earlier keys and values, with later gradients."""
+    """Time slices of a stage as in a step: with keys and values of earlier slices, and gradients
+    from later ones."""
 
     def __init__(self, pipeline: SlicePipeline, length: int, batch: int, repeats: int) -> None:
         self._pipeline, self._batch, self._repeats = pipeline, batch, repeats
@@ -157,12 +158,12 @@ class _Timer:
 
 
 def _line(edges: list[tuple[int, int]], seconds: list[float]) -> Line:
-    """Fit the times of some slices; zeros if there are none, as for a sequence of one granule."""
+    """Fit the times of the slices ``edges``; without any (one granule only) return zeros."""
     return fitted([of_computing(*each) for each in edges], seconds) if edges else [0.0] * 5
 
 
 def _codec(pipeline: SlicePipeline, numel: int, way: Direction) -> Codec | None:
-    """Return the codec of such a message after the block's start step; None: native."""
+    """Return the codec for ``numel`` values after the block's start step; None: native."""
     channels = pipeline.channels()
     if channels is None:
         return None
@@ -178,7 +179,7 @@ def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[],
     values = torch.randn(numel, device=pipeline.device).to(pipeline.dtype)
 
     def run() -> None:
-        """Encode and decode a message on a middle stage; do one of these on an outer stage."""
+        """Encode the sent and decode the received message; outer stages have only one of them."""
         if codec is None:
             return
         payload = torch.empty(
@@ -196,7 +197,7 @@ def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[],
 def _messages(
     pipeline: SlicePipeline, length: int, granule: int, batch: int, repeats: int
 ) -> tuple[Line, Line]:
-    """Fit the times of a slice's messages, both ways: until posted, and until arrived."""
+    """Fit the times until a slice's messages in both directions are posted, and have arrived."""
     if pipeline.count == 1:
         return [0.0, 0.0], [0.0, 0.0]
     few, many = granule, max(granule + 1, length)
@@ -212,19 +213,19 @@ def _messages(
 
 
 def _through(low: tuple[int, float], high: tuple[int, float]) -> Line:
-    """Fit non-negative seconds of a call and of 1,000 tokens to two ``(tokens, seconds)``."""
+    """Fit a line to two ``(tokens, seconds)``: seconds per call and per 1,000 tokens, both >= 0."""
     slope = max(0.0, high[1] - low[1]) / (high[0] - low[0])
     return [max(0.0, low[1] - slope * low[0]), 1e3 * slope]
 
 
 def _both_ways(pipeline: SlicePipeline, numel: int) -> tuple[float, float]:
-    """Time one message of ``numel`` values each way: until posted, and until both arrived."""
+    """Time a message of ``numel`` values in each direction: total seconds posting, and arriving."""
     ways = [_exchange(pipeline, numel, way) for way in DIRECTIONS]
     return sum(posting for posting, _ in ways), sum(whole for _, whole in ways)
 
 
 def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> tuple[float, float]:
-    """Time a message of the codec's size one way, sent and received by each stage."""
+    """Time messages of the codec's size from each stage to the next one in direction ``way``."""
     codec = _codec(pipeline, numel, way)
     nbytes = numel * pipeline.dtype.itemsize
     if codec is not None:

@@ -29,11 +29,11 @@ from hybridcomp.nn.slices.timing import now, slice_times, undisturbed
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 #: factors by which a call's true time may differ from its fitted time
 CALLS = (2.0, 0.5)
-#: most slicings to try, and the factor by which their prediction may exceed the fastest
+#: most slicings to try, and the most predicted seconds of each, as a multiple of the fastest's
 MOST, WORSE = 6, 1.25
 #: timed turns of each slicing, after one warm-up turn that allocates
 TURNS = 8
-#: share of the turns in which other slices must beat the predicted ones to replace them: single
+#: fraction of the turns in which a slicing must beat the predicted fastest to replace it: single
 #: steps vary by more than the difference between two good slicings
 OFTEN = 0.75
 #: no turn begins once the trials have taken this long
@@ -42,9 +42,9 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class TriedSlices:
-    """Slices and the seconds of their steps on the slowest rank, as the median of its turns.
+    """Slices, and the median over turns of the seconds that the slowest rank takes for a step.
 
-    seconds: None if there was only one candidate, which is used without a trial.
+    seconds: None if these slices were the only candidate and were used without a trial.
     """
 
     slices: Slices
@@ -88,12 +88,12 @@ def describe_trials(tried: Sequence[TriedSlices], times: SliceTimes) -> str:
 
 
 def candidates(times: SliceTimes, most: int = MOST, worse: float = WORSE) -> list[Slices]:
-    """Return the slices that are predicted to be fastest, and others that may be faster.
+    """Return the slices that are predicted to be fastest, then others that may be faster.
 
-    The others are the slices that would be fastest if a call took ``CALLS`` times as long as
-    fitted, which single slices measure worst, and the best equal slices of the numbers ``PARTS``.
-    There are at most ``most``, all distinct, none predicted to take more than ``worse`` times as
-    long as the first.
+    The others are the slices that would be fastest if a call, whose fitted time is the least
+    certain, took ``CALLS`` times as long, and the best equal slices of the numbers ``PARTS``. The
+    result has at most ``most`` distinct slicings, none predicted to take more than ``worse`` times
+    as long as the first.
     """
     best = times.fastest()
     bound = worse * best.seconds(times.stages)
@@ -116,20 +116,20 @@ def tried_slices(
     limit: float = LIMIT_S,
     agree: ProcessGroup | None = None,
 ) -> list[TriedSlices]:
-    """Time the ``candidates`` in real steps; return them with the chosen first.
+    """Time the ``candidates`` in real steps; return all of them, the chosen one first.
 
     The choice is the predicted fastest, unless another was faster in most turns. Every rank of
-    ``agree`` calls it (None: of the whole job); all get the same result. Gradients, the random
-    state, buffers, the ledger and the stage's slices stay unchanged.
+    ``agree`` calls it, and gets the same result. Gradients, the random state, buffers, the ledger
+    and the stage's slices stay unchanged.
 
     Args:
         stage: the stage of this rank.
         times: the predicted times of its slices.
         batch: sequences of a micro-batch.
         turns: timed turns of each slicing, after an uncounted one.
-        limit: no turn begins after this many seconds. Then the finished turns count, even if only
-            the first is.
-        agree: ranks that must choose the same slices.
+        limit: seconds after which no further turn begins. The choice then uses the finished turns,
+            even if there is only one.
+        agree: ranks that must choose the same slices; None: all ranks of the job.
     """
     ways = candidates(times)
     if len(ways) == 1:
@@ -158,7 +158,7 @@ def _seconds(tried: TriedSlices) -> float:
 
 
 def _taken(took: Sequence[Sequence[float]]) -> int:
-    """Return the index of the slicing to use, by seconds of all turns; 0: the predicted."""
+    """Return the index of the slicing to use, given each one's seconds; 0: the predicted one."""
     often = [
         index
         for index, each in enumerate(took)
@@ -199,7 +199,7 @@ class _Steps:
 
 
 def _apart(channels: Channels) -> Channels:
-    """Return channels with a new ledger that encode like ``channels`` after the start step."""
+    """Return channels that encode like ``channels`` after the start step, with a new ledger."""
     ledger = channels.config.ledger.model_copy(update={"sample_every": 0})
     apart = Channels(channels.config.model_copy(update={"ledger": ledger}))
     apart.policy, apart.verdicts = channels.policy, channels.verdicts

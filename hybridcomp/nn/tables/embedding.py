@@ -38,10 +38,10 @@ class CachedEmbedding(nn.Module):
     """An ``nn.Embedding``, or with ``mode`` an ``nn.EmbeddingBag``, for tables of any size.
 
     Row i belongs to rank i % ranks of ``group``, which keeps it, with its optimizer states, in host
-    memory or a mapped file; ``resident`` rows are on the device. A batch fetches its rows from the
-    owners, which receive the gradients, add them in rank order, and keep them until
-    ``RowOptimizer.step``. Every rank calls forward, prefetch and backward as often as the others,
-    if need be with an empty batch; an error on one rank raises on all.
+    memory or a mapped file, and caches ``resident`` of its rows on the device. Forward fetches a
+    batch's rows from their owners. Backward sends the gradients to the owners, which add them in
+    rank order, and keep them until ``RowOptimizer.step``. All ranks must call forward, prefetch and
+    backward equally often, if need be with an empty batch; an error on one rank raises on all.
 
     Attributes:
         anchor: a parameter of one element, always zero, whose dtype is that of the outputs.
@@ -69,19 +69,20 @@ class CachedEmbedding(nn.Module):
 
         Args:
             num_embeddings: rows of the whole table. embedding_dim: values of a row.
-            resident: rows of this rank on the device; a float up to 1.0: a share of its rows.
-            padding_idx, mode, include_last_offset: as in torch; ``mode`` None is no bag.
-            hashed: ids are any int64, and a hash of them chooses the row.
-            dtype: of the rows on host and device, fp32 or bf16.
-            folder: for the mapped files; None: host memory.
+            resident: number of this rank's rows that the device caches; a float up to 1.0: the
+                fraction of this rank's rows.
+            padding_idx, mode, include_last_offset: as in torch; ``mode`` None: ``nn.Embedding``.
+            hashed: whether ids are any int64, each of which selects a row by its hash.
+            dtype: dtype of the rows on host and device, fp32 or bf16.
+            folder: folder of the mapped files; None: host memory.
             frequency: lookups of each row, (num_embeddings,), in any unit; the most frequent rows
-                are read now, and hit rates rise. None: counted during training.
-            group: the ranks that share the table; None: all.
-            average: divide gradients by the ranks, as data parallelism does.
-            init: fills the rows of given ids, in pieces of 64 MiB at most; "normal" as torch,
-                "zeros" touches no memory.
+                are cached now, and stay longest. None: lookups are counted during training.
+            group: the ranks over which the table is sharded; None: all ranks.
+            average: divide gradients by the number of ranks, as data parallelism does.
+            init: fills the rows of given ids, at most 64 MiB at a time; "normal" as torch does,
+                "zeros" without touching memory.
 
-        Raises ConfigError on all ranks where one cannot make it.
+        Raises ConfigError on all ranks if any rank cannot make the table.
         """
         super().__init__()
         number = next(_numbers)
@@ -122,7 +123,7 @@ class CachedEmbedding(nn.Module):
     def from_embedding(
         cls, table: nn.Embedding | nn.EmbeddingBag, **settings: Any
     ) -> CachedEmbedding:
-        """Take over a table of torch with its weights; ``settings``: of ``CachedEmbedding``.
+        """Make a table with the weights of torch's ``table``; ``settings``: constructor arguments.
 
         Raises ConfigError for ``max_norm`` and ``scale_grad_by_freq``, which a sharded table lacks.
         """
@@ -155,9 +156,10 @@ class CachedEmbedding(nn.Module):
         return self._looked_up(ids, offsets, per_sample_weights, torch.compiler.is_compiling())
 
     def prefetch(self, ids: Tensor) -> None:
-        """Start reading the rows of a later batch; a collective. Forward takes batches in order.
+        """Start reading the rows of a later batch; a collective.
 
-        Until then these rows are evicted last.
+        Forward must take the batches in the order of prefetch. Until a batch's forward, its rows
+        are evicted last.
         """
         rows, problem = self._checked(ids)
         asked = self.owners.ask(rows, owners.AHEAD, problem)
@@ -171,7 +173,7 @@ class CachedEmbedding(nn.Module):
         return since
 
     def save(self, folder: str | Path) -> None:
-        """Write rows and optimizer states, every rank its own; a collective. See ``load``.
+        """Write this rank's rows and optimizer states; a collective. See ``load``.
 
         After a failed or killed save the previous save is intact. Raises CheckpointError.
         """
@@ -181,8 +183,8 @@ class CachedEmbedding(nn.Module):
     def load(self, folder: str | Path, *, states: bool = True) -> None:
         """Load the files of ``save`` from any number of ranks; a collective. Drops gradients.
 
-        ``states``: the optimizer's as well; False: weights alone, states become zeros. Raises
-        CheckpointError, on all ranks and with nothing changed, where a file is damaged or missing.
+        ``states``: whether to load optimizer states too; False: they become zeros. Raises
+        CheckpointError on all ranks, with nothing changed, if a file is damaged or missing.
         """
         saved.load(self, Path(folder), states)
 
@@ -245,7 +247,7 @@ class CachedEmbedding(nn.Module):
         return torch._C._current_graph_task_id() != -1
 
     def _checked(self, ids: Tensor) -> tuple[Tensor, CallProblem | None]:
-        """Return the rows of ``ids`` (n,) on the host, and the problem of the call, if any."""
+        """Return the row numbers (n,) of ``ids``, on the host, and the call's problem, if any."""
         if ids.dtype not in (torch.int32, torch.int64):
             kinds = owners.DTYPES
             kind = kinds.index(ids.dtype) if ids.dtype in kinds else -1
@@ -261,7 +263,7 @@ class CachedEmbedding(nn.Module):
         return rows, None
 
     def answer(self, asked: Asked, ahead: RowsAhead | None, dtype: torch.dtype) -> Tensor:
-        """Fetch the rows of ``asked.unique`` from their owners, (n, width) in ``dtype``."""
+        """Send the rows that ranks request; return those of ``asked.unique``, (n, width)."""
         slots = self.slots.hold(asked.wanted, ahead)[asked.answer].to(self.anchor.device)
         mine = self.slots.values["weight"].index_select(0, slots).to(dtype)
         got = self.owners.exchange(mine, asked.takes, asked.gives, "forward")
@@ -270,7 +272,7 @@ class CachedEmbedding(nn.Module):
         return torch.empty_like(got).index_copy_(0, asked.order.to(got.device), got)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the rows of this owner with accumulated gradients, and these, (n, width)."""
+        """Return this owner's rows with accumulated gradients, and the gradients (n, width)."""
         return self.row_gradients.take(self.anchor.device)
 
     def drop_gradients(self) -> None:

@@ -14,7 +14,7 @@ from hybridcomp.session.followers import FollowerBase
 
 
 class TableFigures(FollowerBase):
-    """Follower of a session: hits, asked rows, rows copied in and out, over the ranks of tables."""
+    """Follower that sums cache hits, requested rows and rows copied in and out over all ranks."""
 
     name = "embed"
 

@@ -18,10 +18,10 @@ PIECE_NBYTES = 64 << 20
 
 
 class HostRows:
-    """``rows`` rows of this rank as tensors by name: ``weight`` and optimizer states.
+    """This rank's ``rows`` rows as tensors by name: ``weight`` and optimizer states.
 
-    With a ``folder`` they lie in mapped files there, which are unlinked at once, so that the system
-    frees them whenever the process ends. Pages that were never written take no memory and no disk.
+    With a ``folder`` the tensors lie in mapped files there, which are unlinked at once, so that the
+    system frees them whenever the process ends. Pages never written take no memory and no disk.
     """
 
     def __init__(self, rows: int, folder: Path | None) -> None:
@@ -84,7 +84,8 @@ def pieces(rows: int, row_nbytes: int) -> list[tuple[int, int]]:
 
 
 def room(folder: Path | None) -> tuple[str, int]:
-    """Return the name of the memory or disk of rows, equal on ranks that share it, and free bytes.
+    """Return a name of the memory or disk that holds rows, equal on all ranks using it, and its
+    free bytes.
 
     Raises OSError if there is no such folder.
     """

@@ -74,8 +74,8 @@ class TableSettings:
 def normal(rank: int) -> Init:
     """Return an initializer that draws rows like ``nn.Embedding``, different on each rank.
 
-    It does not advance torch's generator, since ranks have different numbers of rows and must draw
-    the rest of the model alike.
+    The initializer does not advance torch's generator, since ranks have different numbers of rows
+    and must draw equal values for the rest of the model.
     """
     seed = torch.initial_seed() + 0x9E3779B9 * rank
     generator = torch.Generator().manual_seed(seed % (1 << 63))
@@ -89,9 +89,9 @@ def agree_on_room(
     statement: dict[str, str],
     problem: ConfigError | None,
 ) -> None:
-    """Check that the settings of all ranks are equal, and that the memory they need is free.
+    """Check that the settings of all ranks are equal, and that the memory the table needs is free.
 
-    Raises ConfigError on all of them.
+    Raises ConfigError on all ranks.
     """
     where, free = "", 0
     try:

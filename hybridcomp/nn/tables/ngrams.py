@@ -14,10 +14,10 @@ def mixed(keys: Tensor) -> Tensor:
 
 
 def ngram_keys(tokens: Tensor, length: int) -> Tensor:
-    """Return a key, int64, for each token of (..., T) and the ``length`` - 1 before it.
+    """Return an int64 key for each token of (..., T) together with the ``length`` - 1 before it.
 
-    Positions before a row count as -1. For ``CachedEmbedding(hashed=True)``; cheapest on the
-    host, where the lookup reads them.
+    Positions before a row's start count as token -1. The keys are for
+    ``CachedEmbedding(hashed=True)``; cheapest on the host, where the lookup reads them.
     """
     keys = torch.zeros(tokens.shape, dtype=torch.int64, device=tokens.device)
     for back in range(length):

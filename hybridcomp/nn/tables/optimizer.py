@@ -18,7 +18,7 @@ from hybridcomp.nn.tables.making import agree_on_room
 
 NAME = "RowOptimizer"
 Method = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
-#: states of a method: its name, and whether it has one number a row, or one a value
+#: method -> its states by name: True if a state has one number per row, False if one per value
 STATES: Mapping[str, Mapping[str, bool]] = {
     "sgd": {},
     "adagrad": {"sum": False},
@@ -32,11 +32,11 @@ Rows = dict[str, Tensor]
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """SGD, Adagrad, row-wise Adagrad or SparseAdam of ``CachedEmbedding``; schedulers take it.
+    """SGD, Adagrad, row-wise Adagrad or SparseAdam for ``CachedEmbedding``; works with schedulers.
 
-    A step takes the gradients of all backward passes since the last, in order, and drops them.
-    Rows have the bits that torch's optimizer gives them: ``SGD``, ``Adagrad`` (of dense gradients,
-    with ``sparse_formula`` of sparse ones) and ``SparseAdam``.
+    A step applies the gradients of all backward passes since the last step, in order, and drops
+    them. Rows equal, bit for bit, those of torch's ``SGD``, ``Adagrad`` (for dense gradients; with
+    ``sparse_formula``, for sparse ones) and ``SparseAdam``.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class RowOptimizer(torch.optim.Optimizer):
         """Add the states of ``method`` to ``tables``; a collective over the ranks of each.
 
         Args:
-            tables: each in one RowOptimizer only.
-            method: "rowwise_adagrad" keeps one number a row, the sum of mean squares.
+            tables: the tables to update; a table may be in one RowOptimizer only.
+            method: "rowwise_adagrad" keeps one number per row, the sum of mean squares.
             lr: learning rate, in ``param_groups`` for schedulers.
-            betas: of "adam". eps: by default 1e-8 of "adam", else 1e-10.
-            sparse_formula: of "adagrad": torch's formula for sparse gradients.
+            betas: for "adam" only. eps: by default 1e-8 for "adam", 1e-10 for other methods.
+            sparse_formula: for "adagrad": whether to use torch's formula for sparse gradients.
 
         Raises ConfigError for weight decay, momentum, dense Adam and other settings that move rows
         without gradients, and if there is no room for the states.
@@ -158,8 +158,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def square_norm(self) -> Tensor:
         """Return the sum of squares of the accumulated gradients of all tables and ranks, fp32.
 
-        A norm over ``model.parameters()`` does not include rows: add this to its square, and clip
-        by ``scale_gradients``. A collective over the ranks of each table.
+        A gradient norm over ``model.parameters()`` does not include rows: add this sum to the
+        norm's square, and clip rows by ``scale_gradients``. A collective over each table's ranks.
         """
         with ending("the norm of the gradients of rows"):
             square = torch.zeros(())

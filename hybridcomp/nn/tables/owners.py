@@ -2,8 +2,8 @@
 
 1. All ranks exchange headers: the call, its error if any, and the number of rows requested from
    each rank. So an error on one rank raises on all before any row is sent.
-2. Each rank sends the owners the positions of the requested rows, ascending (``codecs.row_ids``).
-3. Owners return rows, and receive gradients, as messages of the channel ``embed``.
+2. Each rank sends every owner the ascending positions of the requested rows (``codecs.row_ids``).
+3. Owners send the rows, and in backward receive their gradients, through the channel ``embed``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hybridcomp.errors import AgreementError, ConfigError, HybridcompError
 from hybridcomp.job import small_messages
 from hybridcomp.session import process
 
-#: words of a header in front of those for each rank: call, problem, its value
+#: number of words before the one word per rank in a header: call, problem, the problem's value
 WORDS = 3
 #: calls, by their number in a header
 FORWARD, AHEAD, AS_READ = range(3)
@@ -54,14 +54,15 @@ class CallProblem(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Hold the rows that a batch looks up and those that other ranks request; all on the host.
+    """Hold the rows that a batch requests, and the rows requested from this rank; on the host.
 
     Attributes:
         unique: the batch's rows, unique and ascending: torch adds the gradients of a bag in an
             order that depends on the order of rows.
         places: (ids,), index into ``unique`` of each id of the batch.
-        order: indices into ``unique``, sorted by owner, in which rows are sent; None: as they are.
-        gives, takes: number of rows received from each rank, and sent to each rank.
+        order: indices into ``unique``, sorted by owner, the order of messages; None: unchanged.
+        gives: number of rows that this rank receives from each rank.
+        takes: number of rows that this rank sends to each rank.
         wanted: positions at this owner that any rank requests, ascending and unique.
         answer: (sum of ``takes``,), index into ``wanted`` of each requested row, by rank.
     """
@@ -80,11 +81,11 @@ class Owners:
 
     Attributes:
         rank, ranks: this rank's number in ``group``, and how many there are.
-        slots: by rank, the rows that a batch may ask it for.
+        slots: for each rank, the most rows that a batch may request from it.
     """
 
     def __init__(self, name: str, rows: int, group: ProcessGroup | None, number: int) -> None:
-        """Set up the owners; ``number``: of the table in this process, equal on all ranks."""
+        """Set up the owners; ``number``: the table's number, equal on all ranks."""
         self.name, self.rows, self.number = name, rows, number
         self._given, up = group, dist.is_initialized()
         self.group: ProcessGroup | None = group or (dist.group.WORLD if up else None)
@@ -102,7 +103,7 @@ class Owners:
     def agree(
         self, statement: dict[str, Any], problem: HybridcompError | None
     ) -> list[dict[str, Any]]:
-        """Return the statements of all ranks; raise on all the problem of any. A collective."""
+        """Return all ranks' statements; raise on all if any has a problem. A collective."""
         every = [(problem, statement)]
         if self.ranks > 1:
             every = small_messages.gather_objects((problem, statement), self.group)
@@ -121,8 +122,8 @@ class Owners:
         """Exchange the row requests of all ranks; a collective.
 
         Args:
-            ids: 1-D, int64 on the host; None where a call needs no rows or has a problem.
-            call: FORWARD, AHEAD or AS_READ, which only exchanges problems.
+            ids: 1-D, int64 on the host; None if the call needs no rows or has a problem.
+            call: FORWARD, AHEAD or AS_READ; AS_READ only exchanges problems.
 
         Raises IndexError, ConfigError or AgreementError on all ranks.
         """
@@ -171,7 +172,7 @@ class Owners:
         return asked
 
     def _by_owner(self, unique: Tensor) -> tuple[Tensor, list[int], list[Tensor]]:
-        """Return the order of rows by owner, and counts and encoded places of each owner."""
+        """Return the order of rows by owner, and each owner's row count and encoded positions."""
         owner = unique % self.ranks
         order = torch.argsort(owner, stable=True)
         gives = torch.bincount(owner, minlength=self.ranks).tolist()
@@ -187,8 +188,8 @@ class Owners:
     def exchange(
         self, rows: Tensor, to: Sequence[int], back: Sequence[int], direction: Direction
     ) -> Tensor:
-        """Send ``to[r]`` of ``rows`` (n, width) to rank r, and return the ``back[r]`` rows received
-        from each: (sum of ``back``, width)."""
+        """Send ``to[r]`` of the ``rows`` (n, width) to each rank r; return the rows received,
+        ``back[r]`` from each rank r: (sum of ``back``, width)."""
         if self._known is None or self.ranks == 1:
             return rows
         width = rows.shape[1]
@@ -223,8 +224,8 @@ class Owners:
     def _check_slots(self, every: Tensor, wanted: int, meter: Meter) -> None:
         """Refuse, on all ranks, a batch that asks an owner for more rows than it has slots.
 
-        If the requests summed over ranks, which all ranks know, exceed an owner's slots, one more
-        message exchanges the number of unique rows.
+        All ranks know how many rows each rank requests from an owner. Only if the sum exceeds the
+        owner's slots do ranks exchange how many of these rows are unique.
         """
         most = (every[:, WORDS:] >> 32).sum(0).tolist()
         if all(asked <= slots for asked, slots in zip(most, self.slots, strict=True)):
@@ -306,7 +307,7 @@ class Owners:
         return Meter() if channel is None else channel.meter(self._wire)
 
     def _record(self, meter: Meter, raw_nbytes: int) -> None:
-        """Count the ids of a batch; natively each would be an int64."""
+        """Record the traffic of a batch's ids; ``raw_nbytes``: bytes of the same ids as int64."""
         channel = self._channel()
         if channel is not None:
             known = channel.group(self.group)

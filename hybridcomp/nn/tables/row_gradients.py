@@ -12,7 +12,7 @@ class RowGradients:
     """Gradients of this rank's rows, fp32, of every backward pass since the last step."""
 
     def __init__(self, owners: Owners, width: int, average: bool, padding: int | None) -> None:
-        """``average``: divide by the ranks; ``padding``: position of the row without gradients."""
+        """``average``: divide by the number of ranks; ``padding``: a row that gets no gradient."""
         self._owners, self._width, self._average = owners, width, average
         self._padding = padding
         self._waiting: list[tuple[Tensor, Tensor]] = []
@@ -32,7 +32,7 @@ class RowGradients:
             begin += taken
         if self._average:
             total /= self._owners.ranks
-        if self._padding is not None:  # torch does not touch it
+        if self._padding is not None:  # as torch, which does not update the padding row
             is_row = rows != self._padding
             rows, total = rows[is_row], total[is_row.to(total.device)]
         self._waiting.append((rows, total))
@@ -40,7 +40,7 @@ class RowGradients:
     def take(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows with gradients, ascending, and their gradients (n, width).
 
-        Those of several lookups are added up in the order of their backward passes.
+        The gradients of several lookups are added in the order of their backward passes.
         """
         if len(self._waiting) > 1:
             every, places = torch.unique(

@@ -1,9 +1,10 @@
 """Save and load the rows of a table in a file per rank and state, for any number of ranks.
 
-A folder has one ``rows.json`` and the files that it names by their token: for each state and rank
-``rows.TOKEN.STATE.RANK-of-RANKS.bin``, row i at place i // ranks of rank i % ranks, little endian.
-``rows.json`` has a checksum (CRC-32) of each piece of 64 MiB. It is replaced once all files are
-written; then all other files are removed. So the previous save survives any interrupted save.
+A folder has one ``rows.json``, which states the token in the other files' names. There is one file
+per state and rank, ``rows.TOKEN.STATE.RANK-of-RANKS.bin``, little endian, with row i at position
+i // ranks of rank i % ranks. ``rows.json`` has a checksum (CRC-32) of each piece of 64 MiB. It is
+replaced once all files are written; then all other files are removed. So the previous save survives
+any interrupted save.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class SavedRows(BaseModel):
     """Model ``rows.json``, which describes the files of a saved table.
 
     Attributes:
-        rows, width: of the table. ranks: number of ranks that wrote it.
+        rows, width: size of the table. ranks: number of ranks that wrote the files.
         token: part of the files' names.
         states: dtype and row shape of each state, ``weight`` among them.
-        sums: for each state and rank the checksums of its pieces.
+        sums: for each state and rank, the checksums of its file's pieces.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -65,7 +66,7 @@ class SavedRows(BaseModel):
 
 
 def save(table: RowTable, folder: Path) -> None:
-    """Write the rows of the host; see ``CachedEmbedding.save``."""
+    """Write this rank's rows on the host to files; see ``CachedEmbedding.save``."""
     owners = table.owners
     (token, *_) = owners.agree({"token": secrets.token_hex(4)}, _claimed(table, folder.resolve()))
     states = {name: _kind(values) for name, values in table.host.states.items()}
@@ -107,7 +108,7 @@ def _claimed(table: RowTable, folder: Path) -> ConfigError | None:
 
 
 def load(table: RowTable, folder: Path, states: bool) -> None:
-    """Check all files that this rank needs; once all ranks have, read them."""
+    """Check the files that this rank needs; read them once all ranks have checked theirs."""
     problem, saved, names = None, None, []
     try:
         saved = _read_manifest(folder)
@@ -224,7 +225,7 @@ def _names(table: RowTable, saved: SavedRows, states: bool) -> list[str]:
 
 
 def _files(table: RowTable, saved: SavedRows) -> Iterator[int]:
-    """Yield the ranks whose files have rows of this rank."""
+    """Yield the saving ranks whose files contain rows that this rank owns now."""
     step = math.gcd(saved.ranks, table.owners.ranks)
     yield from (r for r in range(saved.ranks) if (r - table.owners.rank) % step == 0)
 

@@ -16,7 +16,8 @@ from hybridcomp.nn.tables.owners import Owners
 
 #: batches after which counts are halved, so that a table follows its data
 HALVED_AFTER = 1 << 16
-#: above any count: for rows of prefetched batches and of batches without their step
+#: added to the counts of rows of prefetched batches, and of batches whose optimizer step is
+#: pending; larger than any count
 SOON = 1e30
 
 
@@ -39,9 +40,9 @@ class RowTable(Protocol):
 
 @dataclass(eq=False)
 class RowsAhead:
-    """Rows of a prefetched batch that were not resident, which a thread reads.
+    """Rows of a prefetched batch; a thread reads those that were not resident.
 
-    ``written``: rows that were written to the host since, whose values here are stale.
+    ``written``: rows written to the host since the read began, whose values here are stale.
     """
 
     rows: Tensor
@@ -73,8 +74,8 @@ class CacheFigures:
 class RowSlots:
     """``count`` slots on ``device`` for rows of ``host``; a row that changed is written back.
 
-    It evicts the least requested rows first, by ``frequency`` or as counted; rows of prefetched
-    batches, and of batches before their step, only if no others are left.
+    It evicts the least requested rows first, by ``frequency`` or by its own counts. It evicts rows
+    of prefetched batches, and of batches whose optimizer step is pending, only if it must.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class RowSlots:
         self._uses[rows] += 1
 
     def _read(self, missing: Tensor, ahead: RowsAhead | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return ``missing`` in some order, with their values, prefetched if possible."""
+        """Return the rows ``missing`` in some order, and their values, prefetched if possible."""
         if ahead is None:
             return missing, self.host.read(missing)
         values = ahead.values.result()
@@ -201,7 +202,7 @@ class RowSlots:
         self.figures.rows_in += len(rows)
 
     def _free(self, count: int, needed: Tensor) -> Tensor:
-        """Return ``count`` free slots; evicts rows, none of those in slots ``needed``."""
+        """Return ``count`` free slots; evict rows if needed, but none in the slots ``needed``."""
         free = (self._row_in < 0).nonzero().flatten()
         lacking = count - len(free)
         if lacking <= 0:

@@ -2,9 +2,9 @@
 
 q * q ranks share every matrix and every activation: rank (i, j) of a ``Mesh`` holds rows i of the
 batch and columns j of the features, and one block of each weight (Optimus, arXiv 2104.05343). For a
-product, blocks are broadcast along rows (activations) and columns (weights) of the mesh, and
-addends are reduced to the rank that keeps the sum (gradients): three kinds of messages, each with
-its own settings in the block.
+product, ranks broadcast activations along the rows of the mesh and weights along its columns. For
+gradients, they reduce partial products to the rank that keeps the sum. So there are three kinds of
+messages, each with its own settings in the block.
 
 ``layers`` has the modules that replace those of ``torch.nn``, built on ``products`` (C = AB,
 C = AB^T, C = A^T B and their gradients), ``norms`` and ``loss``; ``layouts`` and ``weights``

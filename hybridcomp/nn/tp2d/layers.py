@@ -66,8 +66,8 @@ class Linear(Cut):
             whole: the whole layer, equal on all ranks.
             parts: number of stacked matrices that are cut separately, such as 3 for query, key and
                 value.
-            vocabulary: number of words if outputs are words, which are padded to a multiple of q;
-                not with a bias or parts. None: outputs are not words.
+            vocabulary: vocabulary size if the outputs are logits of words; it is padded to a
+                multiple of q, and allows no bias or parts. None: the outputs are not logits.
 
         Raises ConfigError if the sizes cannot be cut.
         """
@@ -102,9 +102,9 @@ class Embedding(Cut):
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up the tokens of this mesh row's samples.
 
-        Raises ConfigError on an uneven batch, and fails like ``nn.Embedding`` on tokens beyond the
-        table: with an IndexError on a CPU, a device-side assertion on a GPU. All ranks fail, since
-        all have the whole batch.
+        Raises ConfigError if q does not divide the batch, and fails like ``nn.Embedding`` on tokens
+        beyond the table: with an IndexError on a CPU, a device-side assertion on a GPU. All ranks
+        fail, since every rank has the whole batch.
         """
         _check_tokens(tokens, self.num_embeddings)
         own = self.mesh.part(tokens)
@@ -114,7 +114,7 @@ class Embedding(Cut):
         return looked_up(own, self.weight, self.mesh, scales)
 
     def _scales(self, tokens: Tensor) -> Tensor:
-        """Return the factor of each token's gradient, from token counts in the whole batch."""
+        """Return each token's gradient factor, from counts of tokens in the whole batch."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         scales = torch.ones(tokens.shape, dtype=wide, device=tokens.device)
         if self.scale_grad_by_freq:

@@ -103,7 +103,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Vector:
-    """(features,): cut over the columns, then each part over the rows, so that no two ranks share.
+    """(features,): cut over the columns, then each part over the rows; no value is on two ranks.
 
     ``parts``: as for ``MatrixCut``.
     """

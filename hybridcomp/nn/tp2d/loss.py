@@ -1,7 +1,7 @@
 """Compute ``F.cross_entropy`` over a vocabulary that is sharded over the ranks of a row.
 
-It sends three numbers per token along the row, in fp32, and three numbers along the column,
-natively.
+Each rank sends three numbers per token along its row, in fp32, and then three numbers in all along
+its column, natively.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridcomp.nn.tp2d.mesh import Mesh, fail_unless
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """Mean cross entropy over all tokens of the mesh, in nats; every rank gets the same bits."""
+    """Mean cross entropy over all tokens of the mesh, in nats, bit-identical on every rank."""
 
     @staticmethod
     def forward(
@@ -58,9 +58,10 @@ class CrossEntropyFunction(torch.autograd.Function):
 def _parts(
     logits: Tensor, labels: Tensor, mesh: Mesh, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return flat wide logits without padding words, the labels' local indices, and ``here``.
+    """Return flat fp32 (or wider) logits, the labels' local indices, and ``here``.
 
-    ``here``: whether this rank holds the label's logit; if not, the index is 0.
+    Logits of padding words get the lowest value. ``here``: whether this rank holds the label's
+    logit; if not, the index is 0.
     """
     width = logits.shape[-1]
     values = logits.detach().reshape(-1, width)

@@ -21,7 +21,8 @@ from hybridcomp.dimensions import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.session import process
 
-#: a line of the mesh through this rank: the ``row`` of rank (i, j) is ranks (i, 0) to (i, q - 1)
+#: a line of the mesh, its row or column, through this rank: rank (i, j)'s ``row`` is ranks (i, 0)
+#: to (i, q - 1)
 Axis = Literal["row", "column"]
 
 R = TypeVar("R")
@@ -51,8 +52,8 @@ class Mesh:
     def __init__(self, q: int, channels: Callable[[], Channels | None] | None = None) -> None:
         """Create the groups of all meshes; a collective over the job.
 
-        Each ``q * q`` consecutive ranks are one mesh, so replicas have the same number modulo
-        ``q * q``: the order of DeepSpeed's and megatron-core's tensor ranks.
+        Each ``q * q`` consecutive ranks are one mesh, so ranks that hold the same part of the model
+        are equal modulo ``q * q``, as with DeepSpeed's and megatron-core's tensor ranks.
 
         Args:
             q: ranks on a side of a mesh.
@@ -88,7 +89,7 @@ class Mesh:
         return self.row * self.q + self.column
 
     def place(self, axis: Axis) -> int:
-        """Return this rank's position in its row (its column), or in its column (its row)."""
+        """Return this rank's position on a line: in its row, ``column``; in its column, ``row``."""
         return self.column if axis == "row" else self.row
 
     def channel(self) -> Channel | None:
@@ -109,7 +110,7 @@ class Mesh:
     def broadcast(
         self, values: Tensor, root: int, axis: Axis, kind: Direction
     ) -> BroadcastUnderWay:
-        """Broadcast ``values`` (1-D, contiguous) from position ``root`` to its line."""
+        """Broadcast ``values`` (1-D, contiguous) from position ``root`` of this rank's line."""
         message = Broadcast(
             numel=values.numel(), dtype=values.dtype, group=self._groups[axis], direction=kind,
             values=values, root=root,
@@ -121,7 +122,7 @@ class Mesh:
     def reduce(
         self, values: Tensor, out: Tensor | None, root: int, axis: Axis, kind: Direction
     ) -> Handle:
-        """Sum ``values`` (1-D, contiguous) of the line into ``out`` at position ``root``."""
+        """Sum the ``values`` (1-D, contiguous) of a line's ranks into ``out`` of rank ``root``."""
         message = Reduce(
             numel=values.numel(), dtype=values.dtype, group=self._groups[axis], direction=kind,
             values=values, out=out, root=root,
@@ -135,7 +136,7 @@ class Mesh:
         return channel.run(message, native=native, encoded=lambda result: result)
 
     def gather(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
-        """All-gather the ``values`` of a line, stacked in front: (q, ...).
+        """All-gather the ``values`` of a line's ranks, stacked in a new first dimension: (q, ...).
 
         It is native and exact: for short tensors such as vectors, statistics and losses.
         """
@@ -150,7 +151,7 @@ class Mesh:
         return out.view(self.q, *values.shape)
 
     def scatter_sum(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
-        """Reduce-scatter over a line: sum ``values`` (q, n) to (n) of this rank, in rank order.
+        """Reduce-scatter ``values`` (q, n) over a line's ranks, in rank order; return (n,).
 
         It is native and exact like ``gather``, and adds in fp32 or wider for any floating dtype.
         """

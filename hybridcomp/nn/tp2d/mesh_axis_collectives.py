@@ -1,7 +1,7 @@
 """Broadcast the blocks of a row or column of the mesh in turn, and reduce sums along it.
 
-Transfers overlap with products: the next block travels during the product with the current one, and
-a sum during the product after it. Every rank of a line posts the same messages in the same order.
+Transfers overlap with matrix products: during one product, the next block is broadcast and the
+previous product is reduced. Every rank of a line posts the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LineBlocks:
     """
 
     def __init__(self, mesh: Mesh, axis: Axis, block: Tensor, kind: Direction) -> None:
-        """Start the first broadcast. ``block``: this rank's; one shape and dtype on the line."""
+        """Start the first broadcast; all ranks' blocks must have one shape and dtype."""
         self._mesh, self._axis, self._kind = mesh, axis, kind
         self._own = block.detach().contiguous()
         self._posted = 0
@@ -49,7 +49,7 @@ class LineBlocks:
 
 
 class LineSums:
-    """Reduce one sum to each rank of a line, from addends of all its ranks."""
+    """Reduce one sum to each rank of a line, from addends of all ranks of the line."""
 
     def __init__(self, mesh: Mesh, axis: Axis, kind: Direction) -> None:
         self._mesh, self._axis, self._kind = mesh, axis, kind

@@ -1,6 +1,6 @@
 """Compute LayerNorm and RMSNorm over features that are sharded over the ranks of a row.
 
-It sends a few numbers per token along the row, natively, in fp32 or wider.
+Each rank sends a few numbers per token along its row, natively, in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, mesh: Mesh, centred: bool) -> tuple[Tensor, Tensor]:
-    """Return mean (0 unless ``centred``) and mean square around it of whole rows, both (..., 1).
+    """Return mean and variance over all features, both (..., 1); not ``centred``: 0, mean square.
 
-    Each rank first subtracts its own mean, so that a large mean costs no precision.
+    Each rank first subtracts the mean of its own features, so that a large mean costs no precision.
     """
     if not centred:
         square = mesh.gather(values.square().mean(-1), "row", "activations").mean(0)
@@ -62,7 +62,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of values, weight and bias; of vectors by this rank's tokens."""
+        """Return gradients of values, weight and bias; the latter two for this row's tokens."""
         values, weight, mean, scale = ctx.saved_tensors
         normed, grad = (_wide(values) - mean) * scale, _wide(grad)
         tokens = tuple(range(grad.dim() - 1))

@@ -1,8 +1,8 @@
 """Multiply matrices that are cut into q * q blocks, by SUMMA, with their gradients.
 
-Rank (i, j) holds block (i, j) of activations: samples i, features j. Of a weight, stored as
-(outputs, inputs) like torch's, it holds outputs j and inputs i, so that C = A W^T has the paper's
-form AB.
+Rank (i, j) holds block (i, j) of activations: samples i, features j. Of a weight W, stored as
+(outputs, inputs) as in torch, the rank holds outputs j and inputs i, so that C = A W^T has the
+paper's form AB.
 
 Source: Optimus, arXiv 2104.05343, section 3; van de Geijn and Watts, SUMMA (1997).
 """
@@ -31,7 +31,7 @@ def transposed_times(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiplied(product: Product, left: Tensor, right: Tensor) -> Tensor:
-    """Multiply without autocast, which may be on in either pass: operands were cast before."""
+    """Multiply with autocast off, since the operands were cast before."""
     with torch.autocast(left.device.type, enabled=False):
         return product(left, right)
 
@@ -53,7 +53,7 @@ def add_up(lefts: LineBlocks, rights: LineBlocks, product: Product) -> Tensor:
 
 
 def hand_out(rights: LineBlocks, own: Tensor, sums: LineSums, product: Product) -> Tensor:
-    """Compute forms AB^T and A^T B: multiply each block, reduce the product to its position."""
+    """Compute form AB^T or A^T B: reduce the product with each rank's block to that rank."""
     for place, block in enumerate(rights):
         part = _multiplied(product, own, block)
         sums.add(place, part)
@@ -155,7 +155,7 @@ class LookUpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
-        """Return the table's gradient A^T B; all ranks have the tokens, so A needs no broadcast."""
+        """Return the table's gradient A^T B; each rank makes A from the tokens, not broadcast."""
         tokens, scales = ctx.saved_tensors
         own, flat = _flat(grad), tokens.reshape(-1)
         if scales is not None:
@@ -196,7 +196,7 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     """Cast ``tensors`` to the dtype of ``torch.autocast``, if it is on.
 
     Autograd sees the casts, as in ``F.linear``, so gradients have the dtype of the parameters. fp64
-    stays, as in torch.
+    tensors are not cast, as in torch.
     """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):

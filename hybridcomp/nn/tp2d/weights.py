@@ -1,6 +1,6 @@
 """Convert the state of whole models on a mesh to and from that of the plain model.
 
-Parameters of other layers are equal on all ranks and stay unchanged.
+Parameters that are not sharded over the mesh are equal on all ranks and stay unchanged.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def cut_state(
 
 
 def gather_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor] | None:
-    """Gather the state of the plain model on the CPU of the mesh's first rank; None elsewhere.
+    """Return the plain model's state, on the CPU, on the mesh's first rank; None elsewhere.
 
-    A collective over the mesh. Only one whole parameter at a time is on a device.
+    A collective over the mesh. At any time at most one whole parameter is on a device.
     """
     layouts, joined = layouts_of(model), {}
     for name, own in model.state_dict().items():

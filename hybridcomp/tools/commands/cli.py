@@ -24,7 +24,7 @@ DESCRIPTION = (
     "the job's configuration sets. These commands check such a configuration, estimate and measure "
     "what it saves, plan a job, and compare finished runs."
 )
-#: exit status of a configuration that cannot act, as argparse uses it for bad arguments
+#: exit status for a configuration that cannot act; argparse uses the same for bad arguments
 BAD_INPUT = 2
 
 

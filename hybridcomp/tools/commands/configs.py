@@ -13,9 +13,9 @@ from hybridcomp.errors import ConfigError
 
 #: folder of the examples: next to the package's modules, in a checkout and in site-packages
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
-#: suffixes of configurations; the page about them is in that folder too
+#: suffixes of configurations; the README that describes them is in that folder too
 SUFFIXES = (".json", ".yml")
-#: a row of the page's tables: a file of this folder, and its purpose
+#: a row of the README's tables: a file of this folder, and its purpose
 ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
 
 DESCRIPTION = """\
@@ -28,7 +28,7 @@ List the example configurations that come with hybridcomp, or copy some of them:
 
 
 def names() -> list[str]:
-    """List every configuration, relative to ``FOLDER``: in the page's order, GPT-NeoX's last."""
+    """List every configuration, relative to ``FOLDER``: in the README's order, GPT-NeoX's last."""
     files = [file for file in FOLDER.rglob("*") if file.suffix in SUFFIXES]
     listed = [str(file.relative_to(FOLDER)) for file in files]
     order = {name: row for row, name in enumerate(purposes())}
@@ -36,7 +36,7 @@ def names() -> list[str]:
 
 
 def purposes() -> dict[str, str]:
-    """Read the purpose of each configuration, by name, from the README beside them."""
+    """Read the purpose of each configuration, by name, from the README in ``FOLDER``."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     return {name: purpose.replace("`", "") for name, purpose in ROW.findall(page)}
 

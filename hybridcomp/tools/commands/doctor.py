@@ -35,7 +35,7 @@ OK, INFO, FAIL = "ok", "-", "FAIL"
 Finding = tuple[str, str]
 #: seconds before the command prints a line on its progress
 TELL_S = 5.0
-#: upstream packages that are patched -> the extra that installs them
+#: upstream package that is patched -> the extra of hybridcomp that installs it
 UPSTREAM = {"deepspeed": "deepspeed", "megatron.core": "megatron"}
 #: environment variable that names the block of jobs without a DeepSpeed file
 CONFIG = process.ENVIRONMENT
@@ -103,7 +103,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _gpu(found: CudaSetup) -> Iterator[Finding]:
-    """Report the parts for GPUs, and misfits among them."""
+    """Report the packages for GPUs, and which do not fit together."""
     for line in setup.lines(found):
         yield (OK if found.devices else INFO), line
     if torch.distributed.is_nccl_available():

@@ -24,7 +24,7 @@ from hybridcomp.patches.rules.ds_settings import AUTO, KNOWN, parsed, removed
 from hybridcomp.tools.plan.bits_between import JobTraffic
 
 Whose = Literal["block", "deepspeed", "neox"]
-#: DeepSpeed's top-level keys that decide what is compressed; it ignores unknown keys
+#: DeepSpeed's top-level keys that decide what is compressed; DeepSpeed ignores unknown keys
 DECIDING = (
     "zero_optimization", "bf16", "fp16", "gradient_accumulation_steps", "train_batch_size",
     "train_micro_batch_size_per_gpu", "tensor_parallel", "sequence_parallel_size", neox.EXTRA,
@@ -37,9 +37,9 @@ OTHERS = ("gradient_accumulation_dtype", "bfloat16", "train_micro_batch_size")
 class JobFile:
     """A parsed configuration file of a job.
 
-    whole: all of it, with ``-`` in the keys of GPT-NeoX as ``_``. settings: the part that DeepSpeed
-    gets, with values as it reads them; for a bare block the block alone, as
-    ``{"compression": ...}``. notes: about the reading, for the user.
+    whole: the whole file; ``-`` in GPT-NeoX's keys becomes ``_``. settings: the part that DeepSpeed
+    gets, with values as DeepSpeed parses them; for a bare block, ``{"compression": ...}``. notes:
+    what to tell the user about the file.
     """
 
     whose: Whose
@@ -73,7 +73,7 @@ class JobFile:
 
     @property
     def replicas(self) -> int | None:
-        """Return the number of copies of the model; None if the batch sizes do not say."""
+        """Return the number of replicas of the model; None if the batch sizes do not say."""
         whole, own = self._count("train_batch_size"), self._count("train_micro_batch_size_per_gpu")
         if whole is None or own is None:
             return None
@@ -94,10 +94,10 @@ class JobFile:
 
     @property
     def shown(self) -> frozenset[Dimension]:
-        """Return the dimensions between ranks that the file shows.
+        """Return the dimensions of parallelism that the file shows.
 
-        A DeepSpeed file hardly shows pipelines, experts and split layers, which are part of the
-        model.
+        A DeepSpeed file hardly shows pipelines, experts and tensor parallelism, which the model's
+        code sets.
         """
         if self.whose == "block":
             return frozenset(BETWEEN_RANKS)
@@ -114,14 +114,15 @@ class JobFile:
         return frozenset(name for name, is_there in there.items() if is_there)
 
     def dimensions(self, block: CompressionConfig) -> frozenset[Dimension]:
-        """Return the dimensions between ranks that the file shows, or that the block names."""
+        """Return the dimensions of parallelism that the file shows, or that the block names."""
         return self.shown | block.explicit
 
 
 def read_job_file(path: str | Path) -> JobFile:
     """Read a file. Raises ConfigError, in one line, for settings that would have no effect.
 
-    These are a block that its reader does not look for, and a misspelt top-level key of DeepSpeed.
+    Such settings are a block where its engine does not look for one, and a misspelt top-level key
+    of DeepSpeed.
     """
     source = read_source(Path(path))
     keys = {str(key).replace("-", "_"): value for key, value in source.items()}
@@ -149,7 +150,7 @@ def read_job_file(path: str | Path) -> JobFile:
 
 
 def _of_owner(whose: Whose, whole: Mapping[str, Any], settings: Mapping[str, Any]) -> JobFile:
-    """Read ``settings`` with DeepSpeed's own parser, or with our table where it is missing."""
+    """Read ``settings`` with DeepSpeed's own parser, or with our table if DeepSpeed is missing."""
     found = by_deepspeed.of_file(settings)
     parsed(settings)  # refuse what DeepSpeed silently accepts but cannot use
     if found is not None:
@@ -194,7 +195,7 @@ def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
 
 
 def _is_bare(source: Mapping[str, Any]) -> bool:
-    """Return whether a file holds a block and no ds_config; DeepSpeed has none of these keys."""
+    """Return whether a file holds a bare block, no ds_config: DeepSpeed has none of its keys."""
     return BLOCK not in source and not CompressionConfig.model_fields.keys().isdisjoint(source)
 
 

@@ -1,4 +1,4 @@
-"""Read what a running job appends to its ledger's file, and format it as a table and sentences."""
+"""Read the records that a running job appends to its ledger, and format a table and sentences."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Watched:
         )  # fmt: skip
 
     def _with(self, name: str, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the row of a follower; its counts are totals of all its rows so far."""
+        """Return the row of follower ``name``, with counts added up over all its rows so far."""
         before = self.followers.get(name, {})
         return {
             key: float(value) + (before.get(key, 0.0) if key in COUNTS else 0.0)
@@ -121,7 +121,7 @@ def _cells(
     name: str, row: Mapping[str, Any], seconds: float | None, sent: tuple[float, float],
     error: float | None,
 ) -> list[str]:  # fmt: skip
-    """Format the row of one interval; ``sent``: MB so far, and the native MB."""
+    """Format the row of one interval; ``sent``: MB sent so far, and MB of native messages."""
     ratio = _number(row.get("ratio"))
     return [
         name,
@@ -150,7 +150,7 @@ def _messages(row: Mapping[str, Any]) -> str:
 
 
 class LedgerReader:
-    """Reads a file that a job appends to from its beginning, and after a restart the new file."""
+    """Reads from its beginning a file that a job appends to, and after a restart the new file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

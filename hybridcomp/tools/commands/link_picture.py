@@ -21,7 +21,7 @@ OPTION = "--picture"
 def write(path: Path, block: CompressionConfig, file: JobFile, job: JobSize | None) -> str:
     """Write the SVG and return a line that says so. Raises ConfigError, HybridcompError.
 
-    Drawn are gradients and parameters of one optimizer step, as the ranks of one node send them.
+    The picture shows gradients and parameters that the ranks of one node send in an optimizer step.
     """
     if lacking := pages.missing("jinja2"):
         raise HybridcompError(f"{OPTION}: {lacking}")
@@ -46,10 +46,10 @@ def write(path: Path, block: CompressionConfig, file: JobFile, job: JobSize | No
 def node_nbytes(
     block: CompressionConfig, file: JobFile, job: JobSize
 ) -> tuple[crossing.LinkNbytes, crossing.LinkNbytes]:
-    """Return the bytes of a node in a step, natively and with the block. Raises ConfigError.
+    """Return the bytes a node sends in a step, natively and with the block. Raises ConfigError.
 
     ZeRO 2 and 3 reduce in every micro-batch; ZeRO 3 gathers before each forward and backward pass.
-    Jobs that send less than that are refused.
+    Jobs with settings that send less, such as secondary copies, are refused.
     """
     if block.sync.acts:
         todo = "draws a job that reduces in every step; leave it out for islands"

@@ -1,4 +1,4 @@
-"""Estimate for ``hybridcomp validate`` the memory of a job on a rank; refuse what does not fit."""
+"""Estimate a job's memory on a rank for ``hybridcomp validate``; refuse jobs that do not fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hybridcomp.tools.plan.bits_between import MASTER, MOMENTS
 BUCKET, PREFETCHED = 500_000_000, 50_000_000
 #: bytes of DDP's default bucket
 DDP_BUCKET = 25 << 20
-#: messages of a step by dimension, for each group
+#: by dimension: the messages of a step, one entry for each group
 StepMessages = dict[Dimension, tuple[RankMessages, ...]]
 #: largest number on the command line, and most messages of a dimension in a step
 MOST, MOST_MESSAGES = 1e15, 10**6
@@ -48,15 +48,15 @@ class JobSize:
     """Figures of a job that its configuration lacks.
 
     Attributes:
-        parameters: number of the whole model's parameters.
+        parameters: number of parameters of the whole model.
         world_size: ranks of the job.
         replicas: ranks that hold the same part of the model before ZeRO shards it; None: the world
             divided by the tensor and pipeline ranks in the file.
-        ranks_per_node: 1 where it is not known.
-        device_nbytes: memory of a rank's device; None: not checked.
-        activation: values that layers and stages pass on for a micro-batch; None: those that the
-            file tells (GPT-NeoX).
-        tensor_ranks: ranks that share every layer; None: those in the file.
+        ranks_per_node: ranks of each node; 1 if unknown.
+        device_nbytes: bytes of memory of a rank's device; None: not checked.
+        activation: number of values that a layer or stage outputs for a micro-batch; None: as in
+            the file (GPT-NeoX only).
+        tensor_ranks: ranks that split every layer; None: as in the file.
     """
 
     parameters: int
@@ -101,13 +101,13 @@ class JobSize:
 def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str]:
     """Yield the memory that hybridcomp takes on a rank of ``job``, and the engine's.
 
-    Raises ConfigError where both do not fit into the device's memory, with the nearest settings of
-    the block that do.
+    Raises ConfigError if the sum of these does not fit into the device's memory, and names the
+    nearest settings of the block that fit.
     """
     split = split_of(file, job)
     replicas, numel = job.world_size // split, -(-job.parameters // split)
     whole = replicas
-    if block.sync.acts:  # the island replaces all replicas
+    if block.sync.acts:  # the island's ranks take the place of all replicas
         of_island = block.sync.islands
         if isinstance(of_island, str | int):  # otherwise the island is the whole job
             replicas = max(
@@ -156,7 +156,7 @@ def _on_device(items: list[MemoryItem]) -> int:
 
 
 def split_of(file: JobFile, job: JobSize) -> int:
-    """Return tensor times pipeline ranks, of options or file. Raises ConfigError on a misfit."""
+    """Return tensor times pipeline ranks, from options or file. Raises ConfigError on a misfit."""
     if job.replicas:
         return job.world_size // job.replicas
     split = job.tensor_ranks or _tensor_ranks(file)
@@ -175,7 +175,7 @@ def _tensor_ranks(file: JobFile) -> int:
 
 @dataclass(frozen=True)
 class RanksOfReplica:
-    """One rank of a job: its block, file, parameters and replicas."""
+    """One rank of a job: its block, file, number of parameters and replicas."""
 
     block: CompressionConfig
     file: JobFile
@@ -210,10 +210,11 @@ class RanksOfReplica:
         return messages
 
     def activations(self, split: int) -> StepMessages:
-        """Return the messages between ``split`` tensor and pipeline ranks, if they are known.
+        """Return the activations sent by tensor and pipeline parallelism, if their size is known.
 
-        Sums of ``tp`` take at least as much as its gathers. DeepSpeed's pipelines send their
-        messages in turn; Megatron's hold a sent and a received message at the same time.
+        ``split``: tensor ranks times pipeline ranks. Sums of ``tp`` need at least as much memory as
+        its gathers. DeepSpeed's pipelines send their messages in turn; Megatron's hold a sent and a
+        received message at the same time.
         """
         numel = self._activation()
         if numel is None:
@@ -243,11 +244,11 @@ class RanksOfReplica:
         return math.prod(known) if len(known) == len(names) else None
 
     def _tensor_ranks(self) -> int:
-        """Return the ranks that share every layer."""
+        """Return the number of ranks that split every layer."""
         return self.job.tensor_ranks or _tensor_ranks(self.file)
 
     def _width(self) -> int:
-        """Return how many ranks of the largest unit sum before encoding; 1 in one level."""
+        """Return how many replicas in the largest unit sum before encoding; 1 in one level."""
         if self.block.hierarchy == "none":
             return 1
         found = self.block.widths

@@ -33,7 +33,7 @@ from hybridcomp.tools.plan.pays import (
     step_cost,
 )
 
-#: ranks that share a message by default
+#: default number of ranks of a message's group
 RANKS = 8
 #: smallest and largest number on the command line, and most ranks
 LEAST, MOST, MOST_RANKS = 1e-9, 1e15, 10**6
@@ -131,7 +131,7 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
 
 
 def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:
-    """Return the block of a preset, a file with a block, or a job's file; and that file.
+    """Return the block of a preset or a file, and the parsed file (None for a preset).
 
     A job's file without a block gets ``SUGGESTED``. Raises ConfigError.
     """
@@ -152,9 +152,9 @@ def table(
     config: CompressionConfig, job: MessageGroup, device: Coder,
     there: Collection[Dimension] = BETWEEN_RANKS,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield a table of the link speeds below which each dimension pays, for some message sizes.
+    """Yield a table of link speeds below which a codec pays, by dimension and message size.
 
-    ``there``: the dimensions of which the job has messages.
+    ``there``: the dimensions in which the job sends messages.
     """
     summed = job.sent_as("dp")
     gradients = "" if summed == job.dtype else f" (gradients {DTYPE_NAMES[summed]})"

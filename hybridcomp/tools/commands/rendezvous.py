@@ -22,7 +22,7 @@ from hybridcomp.sync.roster import Roster
 
 #: seconds between two polls of the store, and most seconds of one poll
 LOOK_S, REQUEST_S = 0.5, 2.0
-#: most meetings after the last decision at which a leaving island may announce it
+#: how many meetings after the last decision a leaving island may name as its first absence
 AHEAD = 16
 
 

@@ -52,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert and write; returns the exit status. Raises HybridcompError, before any file."""
+    """Convert and write; returns the exit status. Raises HybridcompError before it writes."""
     from hybridcomp.patches.ds.checkpoint import conversion
 
     job, is_deepspeed = saved_job(options.checkpoint)
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def saved_job(place: Path) -> tuple[SavedJob, bool]:
-    """Return the newest whole checkpoint, and whether it is DeepSpeed's. Raises ConfigError."""
+    """Return the newest complete checkpoint, and whether it is DeepSpeed's. Raises ConfigError."""
     from hybridcomp.patches.ds.checkpoint import replanned as of_deepspeed
     from hybridcomp.patches.mcore import replanned as of_megatron
     from hybridcomp.patches.torch import replanned as of_torch
@@ -151,7 +151,7 @@ def _planned(
     if options.frozen is not None:
         model = FrozenModel(model, options.frozen)
         if options.stages is None and job.is_pipeline:
-            del fixed["stages"]  # fewer stages may be faster now
+            del fixed["stages"]  # on the new ranks, fewer stages may be faster
     limits = SearchLimits(dtype=dtype, fixed=fixed, ranks=options.ranks, keep=1)
     budget = AllowedChoices.parse("recommended")
     batch = Batch(samples, options.length)

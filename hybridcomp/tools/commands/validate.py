@@ -58,7 +58,7 @@ def lines(
 
     Args:
         file: JSON, Hjson or YAML.
-        facts: ``pipeline``, ``moe``, ``tensor`` and ``sequence``, kind of the model; None where
+        facts: which of ``pipeline``, ``moe``, ``tensor`` and ``sequence`` the model has; None:
             unknown.
         world_size: ranks of the job.
         checkpoint: folder of a checkpoint that the job is to resume.
@@ -119,7 +119,7 @@ def lines(
     if checkpoint is not None:
         yield from _resumed(block, checkpoint, universal)
     start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
-    # escaped, since two halves of a character must stay two
+    # escaped, so that a surrogate pair stays two code units
     text = json.dumps(str(file), ensure_ascii=False)
     yield start.format(file=shlex.quote(str(file)), text=text, block=BLOCK, silent=SILENT)
 
@@ -173,9 +173,9 @@ def _unseen(found: JobFile, known: Mapping[str, Any]) -> frozenset[Dimension]:
     return frozenset(name for fact, name in words.items() if not known.get(fact)) - found.shown
 
 
-#: option with a fact that the file lacks, by the key that needs it
+#: key of the block -> option that states the fact that the key needs and the file lacks
 _OPTIONS = {f"{BLOCK}.tp": "tensor", f"{BLOCK}.cp": "sequence"}
-#: message for a key that the user wrote although neither file nor option shows its dimension
+#: error message for a key whose dimension neither the file nor an option shows
 _NOT_SHOWN: Mapping[Dimension, str] = {
     "pp": "warning: pp is not in this file; a script whose model is no PipelineModule stops at its "
     "start (--pipeline or --no-pipeline says which it is)",
@@ -185,7 +185,7 @@ _NOT_SHOWN: Mapping[Dimension, str] = {
 
 
 def _written_layout(job: DeepSpeedJob, world_size: int | None) -> dict[str, int | None]:
-    """Return the layout in a ds_config, by the names of a plan; None if it has none."""
+    """Return the layout in a ds_config, with the field names of a plan; None if it has none."""
     return {
         "ranks": world_size,
         "zero_stage": job.stage,

@@ -1,7 +1,7 @@
 """Show a running job's ledger as a table that updates: ``hybridcomp watch ledger.jsonl``.
 
-Reads nothing but the file: the job loses no time, and job and command can be restarted in any
-order. Imports no torch.
+Reads only the file, so that the job loses no time, and job and command can be restarted
+independently. Imports no torch.
 """
 
 from __future__ import annotations

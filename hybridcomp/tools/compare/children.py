@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from hybridcomp.tools.progress import LINE_S
 
-#: seconds that a launcher and its ranks get to end: torch's gives its ranks 30
+#: seconds that a launcher and its ranks get to end: torch's launcher gives its ranks 30 s
 FAREWELL_S = 40.0
 #: seconds between two looks at whether a child has ended
 LOOK_S = 0.05

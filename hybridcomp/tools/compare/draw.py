@@ -1,4 +1,4 @@
-"""Draw a comparison: loss over tokens and wall clock, the gap to the baseline below."""
+"""Draw a comparison: loss over tokens and wall clock, and underneath the gap to the baseline."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
 
 
 def style_of(number: int) -> dict[str, Any]:
-    """Return how run ``number`` is drawn: no two of 29 alike; 0 is the baseline."""
+    """Return the line style of run ``number``, different for up to 29 runs; 0 is the baseline."""
     if not number:
         return {"color": COLOURS[0], "lw": 4.0, "solid_capstyle": "round"}
     round_, colour = divmod(number - 1, len(COLOURS) - 1)

@@ -16,7 +16,7 @@ def ledger_of(
 ) -> Rows:
     """Return totals over all reports; errors by their root mean square.
 
-    ``records``: rows of the log, names and values. ``codecs``: the known ones, by dimension and
+    ``records``: rows of the log, names and values. ``codecs``: known codecs, by dimension and
     direction ("dp/forward"). ``prefix``: begins the names of the ledger's figures.
     """
     sums: dict[tuple[str, str], dict[str, list[float]]] = {}
@@ -69,7 +69,8 @@ def named(dimension: str, way: str) -> str:
 def sent_until(reports: Iterable[tuple[float, float]], at: Curve) -> Curve | None:
     """Return the MB sent up to each step in ``at``; None if nothing was reported.
 
-    ``reports``: a step, and the MB since the previous report, which are spread evenly in between.
+    ``reports``: for each report, its step and the MB since the previous report, which this function
+    spreads evenly over the steps in between.
     """
     found = sorted(reports)
     if not sum(sent for _, sent in found):

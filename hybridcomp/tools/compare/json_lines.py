@@ -2,8 +2,8 @@
 
 The log is what ``train_gpt.py --log`` and ``HYBRIDCOMP_RECORD`` write: ``{"run": {..}}``,
 then a record with ``step``, ``loss`` and more (``metric_names.py``) for each step, then
-``{"summary": true, ..}``. Between them may stand records of evaluations, as loops with a callback
-of Hugging Face's Trainer write them.
+``{"summary": true, ..}``. Between them there may be records of evaluations, as loops with a
+callback of Hugging Face's Trainer write.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CLOSING = "train_runtime"
 
 
 def read_training(path: Path, ledger: str) -> LoggedTraining:
-    """Read a log, and the file ``ledger`` beside it if it exists. Raises CompareError."""
+    """Read a log, and the file ``ledger`` in the log's folder if it exists. Raises CompareError."""
     header: dict[str, Any] = {}
     valid_loss = None
     records = []
     for record in read_lines(path):
         if "run" in record:
-            header |= record["run"]  # after some steps the recorder knows more
+            header |= record["run"]  # the recorder repeats the header when it knows more
         elif record.get("summary"):
             valid_loss = record.get(VALID_LOSS, valid_loss)
         elif {"step", LOSS} <= record.keys():
@@ -115,8 +115,8 @@ def read_ledger(path: Path) -> Rows:
 def figures_beside(path: Path, steps: Curve) -> dict[str, Any]:
     """Return the fields of a training that the ledger at ``path`` has. Raises CompareError.
 
-    ``sent``: MB sent by all ranks up to each of ``steps``. The summary's surplus over the reports
-    counts at the last step.
+    ``sent``: MB sent by all ranks up to each of ``steps``. What the summary counts in excess of the
+    reports is added at the last step.
     """
     rows, errors = read_ledger(path), Errors()
     reports: list[tuple[float, float]] = []

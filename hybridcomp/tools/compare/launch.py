@@ -27,7 +27,7 @@ TRAINER_FLAG = "--deepspeed"
 MODULE = "hybridcomp.run"
 #: lines of a failed training's output that are shown, and most characters of its first error
 TAIL, MOST_WORDS = 20, 300
-#: the last line of a traceback, behind the rank that torch puts in front; a line of ours
+#: the last line of a traceback, which torch prefixes with the rank; or an error line of ours
 ERROR = re.compile(
     r"(\[(default)?\d*\]:?\s?)?(\[rank\d+\]: )?([\w.]*(Error|Exception)|hybridcomp): ."
 )
@@ -40,7 +40,7 @@ class LaunchedTraining:
     name: str  # name in messages
     folder: Path
     command: Sequence[str]
-    #: identify the job: a change starts it again; kept in done.json
+    #: facts that identify the job, kept in done.json: if they change, the job runs again
     settings: Any
     # variables added to those of this process
     environment: Mapping[str, str] = field(default_factory=dict)

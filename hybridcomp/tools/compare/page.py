@@ -22,10 +22,10 @@ from hybridcomp.tools.compare.runs import Curve, Run
 from hybridcomp.tools.compare.statistics import gap_curves, running_mean, thin
 from hybridcomp.tools.pages import links
 
-#: dashes of a line in matplotlib -> in Plotly, and of a border in CSS
+#: matplotlib's line style -> Plotly's dash, and CSS's border style
 DASHES = {"-": ("solid", "solid"), "--": ("dash", "dashed"), ":": ("dot", "dotted"),
           "-.": ("dashdot", "dashed")}  # fmt: skip
-#: what all charts share; the page has the colours of text and grid
+#: layout that all charts share; the page sets the colours of text and grid
 LAYOUT: dict[str, Any] = {
     "hovermode": "x unified", "showlegend": False, "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)", "margin": {"l": 60, "r": 10, "t": 10, "b": 45},
@@ -68,7 +68,7 @@ def _table(
 ) -> tuple[list[list[str]], list[bool]] | None:
     """Return the arguments of the macro ``table``: rows, and which columns are right-aligned.
 
-    None for a head without rows; ``text``: no column is one of numbers.
+    Returns None for a head without rows. ``text``: whether to treat every column as text.
     """
     shown = [[escaping.one_line(cell) for cell in row] for row in rows]
     right = [False] * len(rows[0]) if text else report.numeric(rows)
@@ -152,9 +152,10 @@ def charts(result: Result, window: int) -> Iterator[dict[str, Any]]:
 
 
 def _gaps_at(places: Sequence[Curve], curves: Sequence[Curve]) -> list[Curve]:
-    """Return gaps in percent of the mean losses at equal places, such as seconds: (1, points).
+    """Return each run's gap, in percent, between its mean loss and the baseline's: (1, points).
 
-    Where the baseline had not come as far, the gap is NaN, and the line ends.
+    Losses are compared at equal ``places``, such as seconds. Places that the baseline did not reach
+    have a gap of NaN, which ends the line.
     """
     base = curves[0].mean(axis=0)
     found = []
@@ -165,7 +166,7 @@ def _gaps_at(places: Sequence[Curve], curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _ends(curves: Sequence[Curve], skipped: float) -> dict[str, list[float]]:
-    """Return an axis that contains all curves (seeds, points) after a skipped share of them."""
+    """Return an axis range for curves (seeds, points), without their first ``skipped`` fraction."""
     parts = [curve[:, int(curve.shape[1] * skipped) :] for curve in curves]
     values = np.concatenate([part[np.isfinite(part)] for part in parts])
     pad = max(0.1 * float(np.ptp(values)), 0.01)

@@ -12,7 +12,7 @@ from hybridcomp import escaping
 from hybridcomp.tools.compare.runs import Curve, Run, short
 from hybridcomp.tools.compare.statistics import LEAST, Aligned, Comparison, half_width
 
-#: words about the gaps of several seeds
+#: sentence about the gaps of several seeds
 INTERVAL, RANGE = ", with the 95% interval of their mean", ", with the range over the two seeds"
 
 

@@ -38,7 +38,7 @@ class LoggedTraining:
     steps: Curve  # optimizer steps, increasing
     losses: Curve
     tokens: Curve | None  # tokens trained on until each step
-    seconds: Curve | None  # training seconds since the first step began
+    seconds: Curve | None  # training time from the beginning of the first step
     speeds: Curve | None  # tokens per second
     #: equal in compared runs: {"seed": .., "data": {..}, "model": {..}}, as far as known
     identity: Mapping[str, Any] = field(default_factory=dict)

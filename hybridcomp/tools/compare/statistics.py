@@ -18,7 +18,7 @@ STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 #: gap in percent that one seed cannot show: seeds alone differ by more
 SMALL = 0.1
-#: a run needs this many times the points of the final average before its gap is reported
+#: a run needs this many times the points of the final average, or its gap is not reported
 ENOUGH = 2
 #: points of a line of a chart; W&B draws at most 10,000 rows of a table
 POINTS = 400
@@ -43,16 +43,16 @@ class Comparison:
     label: str
     final_loss: float  # mean over seeds and the last points
     gap: float
-    gap_interval: float | None  # half-width at 95% over paired seeds, None under LEAST seeds
+    gap_interval: float | None  # half-width of the 95% interval; None under LEAST seeds
     gaps: list[float]  # gap of each seed, in the run's order
     valid_loss: float | None
     valid_gap: float | None
     seconds: float | None  # training seconds until the end of the axis
-    #: gap to the baseline at the time at which the faster of the two ended; None without clocks
+    #: gap when the faster of run and baseline ended, at equal wall clock; None without clocks
     clock_gap: float | None
     clock_gap_interval: float | None
     clock_gaps: list[float] | None  # gap of each seed
-    #: gap to the baseline at the bytes that the thriftier of the two sent; None if unknown
+    #: gap at equal bytes: all those of the run or baseline that sent fewer; None if unknown
     byte_gap: float | None
     byte_gap_interval: float | None
     byte_gaps: list[float] | None  # gap of each seed
@@ -61,8 +61,9 @@ class Comparison:
 def align(runs: Sequence[Run], last: int) -> Aligned:
     """Put runs on one axis: tokens if all runs know them, else optimizer steps.
 
-    The axis is that of the training with the fewest points, up to where the shortest one ends;
-    other losses are interpolated, and a note says so. Raises CompareError for too few such points.
+    The axis has the points of the training with the fewest points, up to the end of the shortest
+    training; losses of other trainings are interpolated, and a note says so. Raises CompareError if
+    too few points are left.
     """
     trainings = [training for run in runs for training in run.trainings]
     unit = "tokens" if all(t.tokens is not None for t in trainings) else "steps"
@@ -146,24 +147,24 @@ def _summary(gaps: Curve | None) -> tuple[float | None, float | None, list[float
 
 
 def noise(aligned: Aligned, number: int, order: Sequence[int], last: int) -> float | None:
-    """Return half of the 95% interval of a gap, in percent, from differences of neighbours.
+    """Return half of the 95% interval of a gap, in percent, from differences between steps.
 
-    The final gap is the mean of the gaps of the ``last`` points. Differences of neighbouring gaps
-    give the random error of that mean, without a trend that both runs share. None with fewer than
-    three points.
+    The final gap is the mean of the gaps of the ``last`` points. Differences between gaps of
+    consecutive points give the random error of that mean, without a slow trend in the gap. Returns
+    None for fewer than three points.
     """
     ends = aligned.losses[number][:, -last:], aligned.losses[0][order, -last:]
     if ends[0].shape[1] < 3 or not ends[1].all():
         return None
     steps = np.diff(100 * (ends[0] / ends[1] - 1), axis=1)
-    spread = math.sqrt(float((steps**2).mean()) / 2)  # each step is the difference of two points
+    spread = math.sqrt(float((steps**2).mean()) / 2)  # a difference has the variance of two points
     return 1.96 * spread / math.sqrt(ends[0].size)
 
 
 def caveats(
     runs: Sequence[Run], aligned: Aligned, comparisons: Sequence[Comparison], last: int
 ) -> list[str]:
-    """Return notes on the gaps: too few steps or seeds, a gap of one seed against the noise."""
+    """Return notes on the gaps: too few steps or seeds, or one seed's gap against its noise."""
     found = []
     points = len(aligned.axis)
     if points < ENOUGH * last:
@@ -195,11 +196,11 @@ def gaps_along(
     order: Sequence[int],
     last: int,
 ) -> Curve | None:
-    """Return the gaps in percent at equal wall clock or bytes, one for each seed: (seeds,).
+    """Return each seed's gap to the baseline, in percent, at equal wall clock or bytes: (seeds,).
 
-    Of each pair, losses are taken where the run that spends less ends, as means of the ``last``
-    points before. ``spent``: seconds or bytes of the run and the baseline up to each point, (seeds,
-    points); None if unknown.
+    For each seed, run and baseline are compared at the end of the one that spent less, by the mean
+    loss of the ``last`` points before. ``spent``: seconds or bytes up to each point, of the run and
+    of the baseline, (seeds, points) each; None if unknown.
     """
     if spent is None or spent[0] is None or spent[1] is None:
         return None
@@ -225,7 +226,7 @@ def running_mean(curves: Curve, window: int) -> Curve:
 
 
 def gap_curves(runs: Sequence[Run], aligned: Aligned, number: int, window: int) -> Curve:
-    """Return gaps in percent of smoothed losses to the baseline's of the seed: (seeds, points)."""
+    """Return each seed's gap in percent of smoothed losses to the baseline: (seeds, points)."""
     own = running_mean(aligned.losses[number], window)
     other = running_mean(aligned.losses[0][pair(runs[0], runs[number])], window)
     return np.asarray(100 * (own / other - 1))

@@ -3,7 +3,7 @@
 Its ``log_history`` has a record every ``logging_steps`` optimizer steps, whose ``loss`` is the mean
 since the previous record, records of evaluations (``eval_loss``), and a closing record. A resumed
 run continues the history of its checkpoint. ``HybridcompCallback`` adds records with the ledger's
-figures, which count where the ledger's file is absent. The file has neither seed nor clock: the
+figures, which are used if there is no ledger file. The file has neither seed nor clock: the
 Trainer's W&B run has both.
 """
 
@@ -39,7 +39,7 @@ def place_in(folder: Path) -> Path | None:
 
 
 def read_training(path: Path, ledger: str) -> LoggedTraining:
-    """Read one run, with the file ``ledger`` beside it or beside its checkpoints.
+    """Read one run, with the file ``ledger`` in its folder or in the folder of its checkpoints.
 
     Raises CompareError.
     """

@@ -34,7 +34,7 @@ from hybridcomp.tools.compare.wandb_parts import TRAINER_STEP, joined
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 BLOCK_NBYTES, RECORD_HEADER = 32768, struct.Struct("<IHB")
 FULL, FIRST, LAST = 1, 2, 4
-#: the training loss: ours, a DeepSpeed pipeline's, GPT-NeoX's, Megatron-LM's, the Trainer's
+#: names of the training loss: ours, DeepSpeed pipelines', GPT-NeoX's, Megatron-LM's, the Trainer's
 LOSSES = (LOSS, "Train/Samples/train_loss", "train/lm_loss", "lm loss", "train/loss")
 VALID_LOSSES = (VALID_LOSS, "validation/lm_loss", "lm loss validation", "eval/loss")
 #: tokens of Hugging Face's Trainer
@@ -55,7 +55,7 @@ BATCHES = ("train_batch_size", "global_batch_size")
 
 
 def read_training(*folders: Path) -> LoggedTraining:
-    """Read one offline run, of the folders of its parts where it was resumed.
+    """Read one offline run; if it was resumed, from the folders of all its parts.
 
     Raises CompareError.
     """
@@ -164,7 +164,7 @@ def payloads(path: Path) -> Iterator[bytes]:
 
 
 def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that compared runs must share, of hybridcomp's header, else the config."""
+    """Return facts that compared runs must share, from hybridcomp's header or else the config."""
     from hybridcomp.tools.compare import json_lines
 
     if header:

@@ -1,7 +1,7 @@
 """Join the folders that the starts of a W&B run leave where it is resumed without a network.
 
-They share the run's id. Offline, W&B does not know the run's progress: each part counts seconds
-from 0 again, and rows, too, unless the trainer numbers them.
+The folders have the same run id. Offline, W&B does not know the run's progress: each part counts
+seconds from 0 again, and also rows, unless the trainer numbers the rows.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ options   its arguments, and the help that it prints without a launcher
 command   the command under a launcher
 run       one measurement, its parts one after the other, and the resulting cluster
 team      the ranks that measure: agreement on figures, shapes of groups, the budget of time
-clock     timing a call, alone or beside matrix products, on a host and on a GPU; ``throttle``:
+clock     timing a call, alone or during matrix products, on a host and on a GPU; ``throttle``:
           limits of a host's CPU time
 links     collectives of torch.distributed, alone and with others at work
 messages  encoded collectives from the call to the result

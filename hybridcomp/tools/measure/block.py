@@ -1,8 +1,8 @@
 """The transformer block that is timed, with its FLOP and its bytes kept for backward.
 
-Attention with causal mask and rotary positions, and a feed-forward layer of four times the width,
-each behind a norm and beside a residual connection. Shapes: B samples, T tokens, C width, H heads,
-D = C / H.
+Attention with causal mask and rotary positions, then a feed-forward layer of four times the width,
+each with a norm before it and a residual connection around it. Shapes: B samples, T tokens, C
+width, H heads, D = C / H.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Time messages of tp, pp, ep and cp through the channels of their dimensions.
 
-Small trainings measure data parallel messages in an engine (``trainings``). The other dimensions
-need layers and stages that a measurement does not build; but their messages go through the same
-wrappers and channels here, with the choice of the codec, records, headers and waits. Runs take
-turns: by torch.distributed without a channel, through a channel without a codec, and through
-channels with codecs; in one group, and in all groups of the shape at once, as in a training.
+Small trainings measure data-parallel messages in an engine (``trainings``). Messages of tp, pp, ep
+and cp need layers and stages that a measurement does not build; this module sends such messages
+through the wrappers and channels of a training, with its choice of codec, records, headers and
+waits. Each message is timed in turns by torch.distributed without a channel, through a channel
+without a codec, and through channels with codecs; in one group, and in all groups of the shape at
+once, as in a training.
 
-tp  the all-reduce behind a layer, and with sequence parallelism a gather and a reduce-scatter
+tp  the all-reduce after a layer, and with sequence parallelism a gather and a reduce-scatter
 pp  an activation to the next stage and the gradient back, blocking, as in DeepSpeed's pipeline
 ep  the all-to-all of experts; sequence parallelism of Ulysses (cp) uses the same code
 cp  a hop of ring attention: both ranks of a pair send and receive
@@ -46,7 +47,7 @@ from hybridcomp.tools.measure.team import GroupShape, MeasuredPart, Team
 from hybridcomp.tools.plan.machines.rows import NATIVE, Carried, LeftOut, Operation
 
 Name = Literal["tp", "pp", "ep", "cp"]
-#: messages of each dimension; sends only in groups of two ranks
+#: messages of each dimension; those of pp and cp only in groups of two ranks
 MESSAGES: tuple[tuple[Name, Operation], ...] = (
     ("tp", "all_reduce"), ("tp", "all_gather"), ("tp", "reduce_scatter"), ("pp", "send"),
     ("ep", "all_to_all"), ("cp", "send"),
@@ -61,7 +62,7 @@ DIRECT = ""
 
 @dataclass(frozen=True)
 class _TimedMessage:
-    """A message of ``numel`` values, in one group or in all of a shape."""
+    """A message of ``numel`` values, in one group or in all groups of a shape at once."""
 
     name: Name
     numel: int
@@ -144,7 +145,7 @@ def channels_of(codec: str, settings: Mapping[str, Any]) -> Channels:
 
 
 def runner(name: Name, key: Key, values: Tensor, channels: Channels | None, team: Team) -> Run:
-    """Build a call that sends a message through ``channels``, or (None) by torch.distributed."""
+    """Build a call that sends a message through ``channels``; None: by torch.distributed."""
     if name == "pp":
         return _there_and_back(key.shape, values, channels, team)
     if name == "cp":

@@ -1,4 +1,4 @@
-"""Time a call, alone or beside matrix products, on a host and on a GPU."""
+"""Time a call, alone or during matrix products, on a host and on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ cuda: Any = torch.cuda  # untyped in part
 #: shorter calls are repeated inside one timing
 SHORT_S = 5e-4
 MOST_INNER = 20
-#: timings of a case: fewest and most; slow calls vary less and need fewer
+#: fewest and most timings of a case; slow calls vary less and need fewer timings
 LEAST, MOST = 3, 25
 LEAST_LONG, LONG_S = 2, 0.25
 #: a timing lasts this many periods if CPU time is limited by the period
@@ -26,7 +26,7 @@ PERIODS = 6
 
 
 class CallClock(Protocol):
-    """Times calls on one device. period_s: of a limit of its CPU time (``throttle``), or 0.0."""
+    """Times calls on one device. period_s: of the CPU time limit (``throttle``); 0.0: no limit."""
 
     period_s: float
 
@@ -83,7 +83,7 @@ class HostCallClock:
 
 
 class DeviceCallClock:
-    """Clock of a GPU, by events; calls beside matrix products run on their own stream."""
+    """Clock of a GPU, by events; calls during matrix products run on a stream of their own."""
 
     period_s = 0.0
 
@@ -106,7 +106,7 @@ class DeviceCallClock:
     ) -> tuple[float, float]:
         start, stop, computed = _event(), _event(), _event()
         cuda.synchronize(self._device)
-        # enough products to last as long as the call, which they slow down
+        # enough products to last as long as the call, which the products slow down
         count = max(2, round(1.5 * expected_s / product_s))
         start.record()
         self._side.wait_event(start)
@@ -119,7 +119,7 @@ class DeviceCallClock:
         cuda.synchronize(self._device)
         seconds = float(start.elapsed_time(stop)) * 1e-3
         busy = float(start.elapsed_time(computed)) * 1e-3
-        # products that outlast the call lost only the seconds that they took longer than alone
+        # of products that outlast the call, only the extra time over products alone was lost
         overlap = min(seconds, busy)
         left = 1 - (busy - count * product_s) / overlap if overlap else 1.0
         return seconds, min(1.0, max(0.0, left))
@@ -160,7 +160,7 @@ def least_calls(seconds: float) -> int:
 def samples(clock: CallClock, run: Run, allowance_s: float) -> list[float]:
     """Time ``run``, without other ranks, after a first call that does not count.
 
-    Under a limit of CPU time each timing lasts some periods of it, or as long as ``allowance_s``
+    Under a CPU time limit each timing lasts several of its periods, or as long as ``allowance_s``
     allows.
     """
     clock.seconds(run)

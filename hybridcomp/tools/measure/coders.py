@@ -1,6 +1,7 @@
-"""Time codecs and copies of a device: every codec by dtype, alone and beside matrix products.
+"""Time codecs and copies of a device: every codec by dtype, alone and during matrix products.
 
-The host of a GPU codes as well where the optimizer is in its memory (``host_rows``).
+Codecs are also timed on the host of a GPU, which codes if it has the optimizer states
+(``host_rows``).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def settings() -> list[Codec]:
 def coding_rows(team: Team, clock: CallClock, part: MeasuredPart) -> list[Coding]:
     """Time this rank's codecs; a collective over the job, as all begin every case together."""
     numels = NUMELS[team.device.type]
-    # the two shorter lengths also give the seconds per call and per value beside products
+    # the two shorter lengths also give seconds per call and per value during matrix products
     work: list[tuple[int, Beside]] = [
         *((numel, "alone") for numel in numels), *((numel, "compute") for numel in numels[:2])
     ]  # fmt: skip
@@ -99,7 +100,7 @@ def host_rows(team: Team, part: MeasuredPart) -> list[Coding]:
 
 
 def product_beside(clock: CallClock, device: torch.device) -> tuple[Run, float]:
-    """Build the matrix product that runs beside other work; return it and its seconds alone."""
+    """Build the matrix product that runs during other work; return it and its seconds alone."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     run = matrix_product(SIDE[device.type], device, dtype)()
     return run, median(samples(clock, run, 0.05))
@@ -183,7 +184,8 @@ def drive_rows(team: Team, part: MeasuredPart, folder: Path) -> list[Copy]:
             rows.append(Copy("to_drive", nbytes, summary(wrote)))
             rows.append(Copy("from_drive", nbytes, summary(read)))
     except OSError as error:
-        # of this rank alone: others wait for its figures
+        # only this rank fails, while other ranks wait for its figures: name the folder and the
+        # reason
         why = f"no file of {FILES[-1] >> 20} MiB can be written there: {error.strerror or error}"
         raise HybridcompError(f"--drive: {folder}: {why}; name another folder") from None
     finally:

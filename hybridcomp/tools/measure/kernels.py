@@ -22,7 +22,7 @@ from hybridcomp.tools.plan.machines.estimates import summary
 from hybridcomp.tools.plan.machines.rows import Kernel, Kind
 
 #: a size is left out if two calls and LEAST timings may take this many times the allowance, and
-#: more than SURE_S; blocks that the user names never are in the dtype that devices train in
+#: more than SURE_S; blocks that the user names are always timed in the dtype that devices train in
 PATIENCE, SURE_S = 3.0, 0.25
 
 

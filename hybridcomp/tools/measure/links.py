@@ -1,8 +1,8 @@
-"""Time collectives of torch.distributed by group and size, alone and beside other work.
+"""Time collectives of torch.distributed by group and size, alone and during other work.
 
-Every case is timed by all ranks of its group, and the slowest of them counts. Sizes that are far
-apart come first, then those between them; sizes that would take longer than their share are left
-out, and the planner extrapolates linearly.
+All ranks of a group time each case, and the slowest rank counts. Sizes that are far apart come
+first, then the sizes between them; sizes that would exceed their share of the time are left out,
+and the planner extrapolates linearly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybridcomp.tools.plan.machines.rows import Beside, Operation, Timing
 #: bytes of messages in the order in which they are timed; the first gives the constant seconds of a
 #: message
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 18, 1 << 22, 1 << 26, 1 << 28)
-#: sizes that are timed beside other work
+#: sizes that are also timed during other work
 BUSY_SIZES = (1 << 16, 1 << 20, 1 << 24)
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #: this size is never left out: smaller messages take mostly latency and noise, and show no
@@ -68,7 +68,7 @@ class Key:
 
 @dataclass(frozen=True)
 class TimedCase:
-    """Seconds of a case, and the compute speed left beside it; the same on all ranks."""
+    """Seconds of a case, and the relative compute speed meanwhile; the same on all ranks."""
 
     seconds: Estimate
     left: Estimate | None = None
@@ -86,8 +86,9 @@ def uplink_rows(
 ) -> list[Timing]:
     """Time sends between sites, all ranks of a site at once; a collective over the job.
 
-    ``shape``: ``uplink_shape``. One pair alone may be slower than what all share. Rows have the
-    bytes of all pairs that cross a site's link, so that they are times of the whole link.
+    ``shape``: ``uplink_shape``. One pair of ranks alone may not fill the link that all pairs share.
+    Rows have the bytes of all pairs that cross a site's link, so that their seconds are those of
+    the whole link.
     """
     sites = sites_of(team.nodes)
     pairs = sum(1 for one, _ in shape.groups if sites[one] == sites[shape.groups[0][0]])
@@ -130,7 +131,7 @@ def _rows(
 
 
 def _keys(shapes: list[GroupShape]) -> list[Key]:
-    """Return the keys to time; those beside other groups only if there are other groups."""
+    """Return the keys to time; keys with concurrent groups only if there are other groups."""
     found = []
     for shape in shapes:
         sends: tuple[Operation, ...] = ("send",) if shape.ranks == 2 else ()
@@ -182,8 +183,8 @@ def in_turns(
 ) -> dict[str, Estimate]:
     """Time every run in turns, round by round; a collective over the job.
 
-    ``runs``: this rank's, by name; empty if it only waits for others. Returns the slowest rank's
-    seconds per call, by name.
+    ``runs``: this rank's calls by name; empty if this rank only waits for other ranks. Returns the
+    slowest rank's seconds per call, by name.
     """
     slowest = _first_calls(team, clock, names, runs)
     mean = sum(slowest.values()) / len(names)
@@ -233,7 +234,7 @@ def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Estimate 
         if team.rank == two:
             dist.recv(values, one, group=key.shape.group)
             continue
-        time.sleep(WAIT_S)  # by then the receiver waits
+        time.sleep(WAIT_S)  # by then the receiver is waiting for the message
         start = time.perf_counter()
         dist.send(values, two, group=key.shape.group)
         seconds[index] = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Read a rank's memory and versions, which show that a measurement is of another cluster."""
+"""Read a rank's memory and versions, which show whether a measurement is of another cluster."""
 
 from __future__ import annotations
 

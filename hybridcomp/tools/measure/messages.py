@@ -1,6 +1,7 @@
 """Time encoded collectives of hybridcomp from the call to the result, the host's work included.
 
-Beside coding and wire a message costs headers, buffers, sizes, and the Python of every call.
+In addition to coding and wire, a message costs headers, buffers, sizes, and the Python of each
+call.
 Messages of two sizes give that overhead (``plan/machines/overheads``).
 """
 

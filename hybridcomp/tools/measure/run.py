@@ -64,12 +64,12 @@ def measure(
     """Measure the cluster that this job runs on; a collective over the job, the same on all ranks.
 
     Args:
-        device: this rank's.
-        seconds: that it may take, roughly.
+        device: device of this rank.
+        seconds: approximate limit of the measurement.
         hierarchy: as in the block: how ranks are assigned to nodes, and nodes to sites.
         dtype: dtype of messages.
-        blocks: transformer blocks to time, those of the model to train; none: default ones.
-        drive: folder of each node's drive, to time files there.
+        blocks: transformer blocks to time, as in the model to train; empty: default blocks.
+        drive: folder on each node's drive in which files are timed.
     """
     with on_device(device):
         team = Team(device, discover(hierarchy))
@@ -155,7 +155,7 @@ def _linked(
 def _trained(
     team: Team, clock: CallClock, budget: TimeBudget, cluster: Cluster, blocks: Sequence[BlockSize]
 ) -> Cluster:
-    """Return the cluster with small trainings, and the timings of their block beside them."""
+    """Return the cluster with small trainings, and their block timed in the same rounds."""
     part = budget.part(UNTIL["trainings"], "small trainings by the engine")
     size = blocks[0] if blocks else trained_size(team.device)
     memory = cluster.ranks[team.rank].nbytes
@@ -198,7 +198,7 @@ def _all_ranks(team: Team, own: Sequence[Row]) -> list[Row]:
 
 
 def _merged(rows: Iterable[Row]) -> list[Row]:
-    """Merge the rows of each case that any rank has, over all ranks that have it."""
+    """Merge, for each case, the rows of all ranks that timed it."""
     cases: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         key = tuple(value for name, value in vars(row).items() if name != "seconds")

@@ -58,7 +58,7 @@ class Team:
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Groups of one size that span equally many nodes, and torch's group of this rank."""
+    """Groups of one size that span equally many nodes, and this rank's process group among them."""
 
     ranks: int
     nodes: int
@@ -78,9 +78,9 @@ class GroupShape:
 
 
 def sites_of(nodes: Nodes) -> tuple[int, ...]:
-    """Return the site (or switch) of every rank, the largest known units; none in two levels.
+    """Return the site (or switch) of every rank, the largest known units; empty in two levels.
 
-    Raises ConfigError where sites have different numbers of nodes, or these are not consecutive.
+    Raises ConfigError if sites have different numbers of nodes, or their nodes are not consecutive.
     """
     if len(nodes.units) < 2:
         return ()
@@ -107,7 +107,8 @@ def shapes_of(
 
     ``nodes``, ``sites``: node and site of every rank; with sites, both ranks of a pair are in one
     site. Pairs inside a node and between nodes come first, then the whole job, then groups whose
-    size divides it, of neighbours and of ranks far apart, up to ``most`` beside the pairs.
+    size divides the job's, of neighbours and of ranks far apart, up to ``most`` shapes besides the
+    pairs.
     """
     world = len(nodes)
     found: dict[tuple[int, int], GroupShape] = {}
@@ -128,8 +129,10 @@ def shapes_of(
 
 
 def _pairs(nodes: Sequence[int], *, across: bool, sites: Sequence[int] = ()) -> list[Ranks]:
-    """Return disjoint pairs of ranks, on one node or at equal places of neighbouring nodes, with
-    ``sites`` of one of these."""
+    """Return disjoint pairs of ranks, on one node or at equal places of neighbouring nodes.
+
+    With ``sites``, both ranks of a pair are in one site.
+    """
     rows: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         rows.setdefault(node, []).append(rank)
@@ -209,7 +212,7 @@ class MeasuredPart:
         return self._budget.seconds
 
     def allowances(self, count: int) -> Iterator[float]:
-        """Yield the seconds for each of ``count`` cases, at least 0; a collective for each."""
+        """Yield the seconds for each of ``count`` cases, at least 0; a collective per case."""
         for left in range(count, 0, -1):
             yield self.each(left)
 

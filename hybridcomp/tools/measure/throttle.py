@@ -2,8 +2,8 @@
 
 The kernel grants such a control group so many microseconds of its cores in every period (100 ms by
 default), and stops it for the rest of the period once they are spent. A call shorter than a grant
-then takes either its plain time or a pause more, and neither is its time in a training: only calls
-over several periods measure that.
+then takes either its plain time or that time plus a pause; neither is its mean time in a training,
+which only timings over several periods show.
 """
 
 from __future__ import annotations

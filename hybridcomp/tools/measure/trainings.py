@@ -1,9 +1,10 @@
-"""Time small trainings in the engine, for its overhead beside layers and messages.
+"""Time small trainings in the engine, for its overhead in addition to layers and messages.
 
 DeepSpeed's engine runs some blocks, with every rank as a replica: at ZeRO 0, 1 and 2, native, with
 a codec, and with error feedback, each through hybridcomp's patches and channels. The trainings take
-turns, and so do the blocks alone: a machine's speed changes by the second, and differences of two
-timings (``plan/cost/host``) must not depend on when each was taken.
+turns with each other and with the block outside the engine: a machine's speed changes by the
+second, and the difference of two timings (``plan/cost/host``) must not depend on when each was
+taken.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ MICRO_BATCHES = 3
 #: over slow links that takes longer than LONG_S is run LEAST_LONG times at least
 WARM, LEAST, LEAST_LONG, MOST = 1, 4, 2, 40
 LONG_S = 0.5
-#: share of a device's memory that all models together may take, and bytes of a value in training
+#: fraction of a device's memory that all models together may take; bytes per parameter in training
 SHARE, VALUE_NBYTES = 0.25, 28
 #: timings of a block in every round; fewer if one timing spans several CPU-quota periods
 BLOCK_TIMES, LONG_TIMES = 3, 1
@@ -125,7 +126,8 @@ def training_rows(
 def _installed() -> Iterator[None]:
     """Install hybridcomp's patches while trainings run, and raise log levels to WARNING.
 
-    It hides torch's warnings about deprecated functions in DeepSpeed, which every rank would print.
+    The context hides torch's warnings about deprecated functions in DeepSpeed, which every rank
+    would print.
     """
     loggers = [logging.getLogger(name) for name in ("DeepSpeed", "hybridcomp")]
     levels = [logger.level for logger in loggers]

@@ -1,4 +1,4 @@
-"""Render the templates beside this file into pages of HTML that load nothing else."""
+"""Render the templates in this folder into HTML pages that load no other files."""
 
 from __future__ import annotations
 

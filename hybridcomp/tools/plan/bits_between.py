@@ -1,6 +1,7 @@
 """Count the bits per parameter that cross nodes in a step: natively, under ZeRO++, with a block.
 
-``JobTraffic.lighter`` has settings that send less and take more memory: secondary copies, ZeRO 1.
+``JobTraffic.lighter`` yields settings that send less and take more memory: secondary copies or
+ZeRO 1.
 All figures are for many nodes; n nodes send (n - 1) / n of them.
 """
 
@@ -21,13 +22,13 @@ from hybridcomp.tools.plan.layout import Copy, Layout
 from hybridcomp.tools.plan.pays import STEP_BITS, bits, copy_of
 from hybridcomp.tools.plan.plan import Plan
 
-#: scale and values of DeepSpeed's quantizers at a width of 4,096: int8 in groups of at most 16,000
-#: values (partition_parameters.py, CUDAQuantizer), int4 in as many groups as the longer side has
-#: values (coalesced_collectives.py)
+#: bits per value of DeepSpeed's quantizers, scales included, at a width of 4,096: int8 in groups of
+#: at most 16,000 values (partition_parameters.py, CUDAQuantizer), int4 in as many groups as the
+#: longer side of the matrix has values (coalesced_collectives.py)
 QWZ, QGZ = 8 + 32 / 8192, 4 + 32 / 4096
-#: bytes a parameter of Adam's fp32 moments, and of its fp32 master beside 16-bit weights
+#: bytes per parameter of Adam's fp32 moments, and of the fp32 master of 16-bit weights
 MOMENTS, MASTER = 8, 4
-#: bytes a parameter of a node's copy
+#: bytes per parameter of a node's secondary copy
 COPY_NBYTES: dict[str, float] = {"native": 2.0, "exact": 2.0, "bits8": 33 / 32}
 
 
@@ -38,18 +39,21 @@ class JobTraffic:
     Attributes:
         stage: of ZeRO.
         dtype: of parameters.
-        summed: dtype of gradients between ranks.
+        summed: dtype in which ranks reduce gradients.
         micro_batches: of a step.
-        copy: secondary copy of each node, which serves all gathers of a step but the first (hpZ),
-            or all of them; "none": every gather crosses nodes.
-        reduced_whole: whether all ranks get all gradients, as at stage 0.
-        in_node: whether micro-batches are summed inside nodes, and cross them once a step.
-        shards_in_node: whether each node has all shards, as under HSDP, and nothing is gathered
-            between nodes.
-        frozen: share of the parameters that do not train, as the base of adapters: they have no
-            gradients, and copies of nodes hold them after the first step.
-        frozen_kept: whether each rank keeps them (``zero.frozen``), and no step gathers them.
-        passes: passes of a micro-batch whose gathers cross nodes at stage 3.
+        copy: how each node keeps a secondary copy of the parameters, which serves all gathers of a
+            step but the first (hpZ), or all gathers; "none": every gather crosses nodes.
+        reduced_whole: whether every rank gets all reduced gradients, as at stage 0.
+        in_node: whether gradients of micro-batches are summed inside nodes, and cross nodes once a
+            step.
+        shards_in_node: whether each node has all shards, as under HSDP, so that no gather crosses
+            nodes.
+        frozen: fraction of the parameters that do not train, as the base model of adapters: they
+            have no gradients, and after the first step the nodes' copies hold them.
+        frozen_kept: whether each rank keeps frozen parameters (``zero.frozen``), so that no step
+            gathers them.
+        passes: number of passes of a micro-batch for which stage 3 gathers parameters between
+            nodes.
     """
 
     stage: int
@@ -88,14 +92,14 @@ class JobTraffic:
         return self._total(self._whole_sums, 8.0 * self.dtype.itemsize)
 
     def _total(self, sums: float, moved: float) -> float:
-        """Return the bits of a step: a reduction takes ``sums`` bits, a gather ``moved``."""
+        """Return the bits of a step, with ``sums`` bits per reduction, ``moved`` per gather."""
         trained = (1 - self.frozen) * (self.reductions * sums + self.gathers * moved)
         held = 0 if self.frozen_kept else self.frozen_gathers
         return trained + self.frozen * held * moved
 
     @property
     def _whole_sums(self) -> float:
-        """Return the bits of native sums: whole buckets below stage 3, and replicas of shards."""
+        """Return the bits of native reductions: whole buckets below stage 3, or HSDP's shards."""
         scattered = self.stage == 3 and not self.shards_in_node
         return 8.0 * self.summed.itemsize * (1 if scattered else 2)
 
@@ -123,7 +127,7 @@ class JobTraffic:
     def lighter(self, encodes: bool = True) -> Iterator[tuple[str, JobTraffic]]:
         """Yield settings that send less, with the memory that they take.
 
-        ``encodes``: gradients have a codec, which sums in the node need.
+        ``encodes``: whether gradients have a codec; sums inside nodes need one.
         """
         width = self.dtype.itemsize
         base, once = self, ""
@@ -158,9 +162,9 @@ class JobTraffic:
             )
 
 
-#: how sums in the node are written
+#: how a block writes sums inside nodes
 _ONCE = '"dp": {"accumulate": "node"}'
-#: how each secondary copy is written
+#: how a block writes each secondary copy
 _COPIES: dict[Copy, str] = {
     "native": "zero_hpz_partition_size N, the ranks of a node",
     "exact": '"secondary": "exact"',
@@ -175,14 +179,14 @@ def check_frozen(share: float) -> None:
 
 
 def of_plan(plan: Plan) -> tuple[JobTraffic, float] | None:
-    """Return the traffic of a plan of replicas alone, and its bits; None for other layouts."""
+    """Return the traffic of a plan with replicas only, and its bits; None for other layouts."""
     layout = plan.layout
     if not layout.is_uncut:
         return None
     dtype, torchs = DTYPES[plan.dtype], plan.engine == "fsdp2"
     summed = torch.float32 if torchs or plan.engine == "megatron" else dtype
     job = JobTraffic(layout.zero_stage, dtype, summed, layout.accumulation, frozen=plan.frozen)
-    if torchs and layout.hpz > 1 and layout.copy == "native":  # a copy of each forward pass
+    if torchs and layout.hpz > 1 and layout.copy == "native":  # renewed in every forward pass
         job, layout = replace(job, passes=1), layout.replace(hpz=1)
     gradients, parameters = (plan.choices[name, "forward"].codec for name in ("dp", "zero"))
     return job, job.over(layout).encoded(gradients, parameters)
@@ -198,9 +202,9 @@ def told(job: JobTraffic, encoded: float) -> str:
 
 
 def lines(config: CompressionConfig, job: JobTraffic) -> Iterator[str]:
-    """Yield the bits of ``job`` with a block, and settings that send less; no line for low rank.
+    """Yield the bits of ``job`` with a block, and settings that send less.
 
-    How much a low rank sends depends on the matrices.
+    Yields no line for a low-rank codec, whose bits depend on the shapes of the matrices.
     """
     if {"dp", "zero"} & set(config.policy().low_rank):
         return

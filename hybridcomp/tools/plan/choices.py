@@ -22,7 +22,7 @@ from hybridcomp.tools.plan.pays import bits as typical_bits
 
 #: keys that belong to a dimension, not to its codec
 OWN = ("error_feedback", "delta")
-#: codec of the sums between the nodes of a site, if a choice has ``inside``
+#: codec of sums between the nodes of one site, if ``Choice.inside`` is true
 INSIDE: Mapping[str, Any] = {"codec": "blockint", "bits": 8}
 
 
@@ -31,9 +31,9 @@ class Choice:
     """One direction of one dimension: native, or a codec's setting as the block writes it.
 
     setting: the items of the block's object, sorted, for example ``(("bits", 4), ("codec",
-    "blockint"))``; empty: native. error_feedback: of ``dp``; residual_bits: of a residual's value.
-    delta: of ``zero``. inside: of ``dp`` in three levels, whether the nodes of a site encode their
-    sums for each other, too (``INSIDE``).
+    "blockint"))``; empty: native. error_feedback, residual_bits (bits per value of a residual): for
+    ``dp`` only. delta: for ``zero`` only. inside: for ``dp`` in three levels, whether the nodes of
+    a site also encode the sums that they exchange (``INSIDE``).
     """
 
     setting: tuple[tuple[str, Any], ...] = ()
@@ -93,7 +93,7 @@ class Choice:
 
 
 NATIVE = Choice()
-#: bits of a lossless codec on deltas: of fp32 and bf16 (docs/deltas.md, late in a run)
+#: bits per value of a lossless codec on deltas of fp32 and bf16 (docs/deltas.md, late in a run)
 DELTA_BITS: Mapping[str, tuple[float, float]] = {"mpc": (23.1, 7.6)}
 
 
@@ -179,7 +179,7 @@ class Choices:
                 found[name] = dict(zip(ways, (one.written for one in chosen), strict=True))
             apart = {way: self[name, way].written for way in ROWS[name].apart
                      if not self[name, way].native}  # fmt: skip
-            if apart:  # alone they leave the others native
+            if apart:  # without a preset, dimensions that are not named stay native
                 found[name] = {**({} if set(chosen) == {NATIVE} else found[name]), **apart}
         if not found:
             return {"preset": "none"}

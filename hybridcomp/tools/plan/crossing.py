@@ -1,4 +1,4 @@
-"""Bytes of a step inside nodes and between them, natively and as a block sends them."""
+"""Count the bytes of a step inside and between nodes, natively and with a block."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class LinkNbytes:
 def of_messages(
     found: Iterable[RankMessages], codec: Codec | None, per_node: int, min_bytes: int = 0
 ) -> tuple[LinkNbytes, LinkNbytes]:
-    """Return the bytes of a node for messages of its replicas, natively and encoded.
+    """Return the bytes that a node sends for messages of its replicas, natively and encoded.
 
-    The ranks of a group lie side by side, ``per_node`` on each node; messages of fewer bytes than
+    Ranks of a group are consecutive, ``per_node`` on each node; messages of fewer bytes than
     ``min_bytes`` stay native.
     """
     whole = LinkNbytes(), LinkNbytes()
@@ -57,7 +57,7 @@ def of_messages(
 
 
 def _native(message: RankMessages, numel: float, nodes: int) -> LinkNbytes:
-    """Return the bytes that a rank sends natively, in a ring of all ranks, averaged over ranks."""
+    """Return the bytes that a rank sends natively in a ring of all ranks, as a mean over ranks."""
     operation = OPERATIONS[message.how][0]
     sent = native_nbytes(operation, numel, message.dtype, message.ranks)
     between = crossing_nbytes(operation, numel * message.dtype.itemsize, message.ranks, nodes)
@@ -65,7 +65,7 @@ def _native(message: RankMessages, numel: float, nodes: int) -> LinkNbytes:
 
 
 def _encoded(message: RankMessages, numel: float, codec: Codec, local: int) -> LinkNbytes:
-    """Return the bytes that a rank sends encoded; in two levels, native inside a node."""
+    """Return the bytes that a rank sends encoded; in two levels, natively inside a node."""
     operation = OPERATIONS[message.how][1]
     own, ranks, nodes = numel / message.width, message.encoders, message.ranks // local
     payload = own * bits(codec, message.dtype) / 8

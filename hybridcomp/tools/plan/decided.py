@@ -8,7 +8,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.layout import DEGREES, ContextWay, Copy, Frozen, Layout, Sums
 
 SWITCHES = ("sequence", "offload", "stays")
-#: follow from the cuts of a model that is no chain, from ``ratio``, and from the hosts' memory
+#: fields that nobody may fix: they follow from a graph's cuts, ``ratio`` and the hosts' memory
 DERIVED = {"nodes", "sub_group", "drive"}
 _KINDS: dict[str, Any] = {
     "context_way": ContextWay, "copy": Copy, "frozen": Frozen, "accumulate": Sums,
@@ -16,7 +16,7 @@ _KINDS: dict[str, Any] = {
 
 
 def check(name: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` can be that of the field ``name`` of a layout."""
+    """Raise ConfigError unless the field ``name`` of a layout can have ``value``."""
     known = sorted(set(Layout.__dataclass_fields__) - DERIVED)
     if name not in known:
         raise ConfigError(f"fixed.{name}", value, f"expected one of {', '.join(known)}")

@@ -1,9 +1,9 @@
-"""State which recomputation an engine can run, and which cuts only hybridcomp.nn has.
+"""State which recomputation an engine can run, and which parallelism only hybridcomp.nn has.
 
-Megatron recomputes the first layers of every chunk (``--recompute-method block``), as many in each,
-or all of them in segments of one length (``uniform``). GPT-NeoX cuts the modules of a stage into
-groups of one length and recomputes the groups of blocks alone. Under DeepSpeed the script decides
-which layers it recomputes.
+Megatron recomputes the first layers of every chunk, equally many in each
+(``--recompute-method block``), or all layers in segments of one length (``uniform``). GPT-NeoX cuts
+the modules of a stage into groups of one length and recomputes only groups that consist of blocks.
+Under DeepSpeed the script decides which layers it recomputes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hybridcomp.tools.plan.layout import Layout
 
-#: cuts of a model that exist in hybridcomp.nn alone, and the field of a layout that says so
+#: cuts of a model that only hybridcomp.nn has, and the layout field that selects each
 OWN_CUTS = {"ring": "context_way", "tp2d": "mesh", "slices": "slices"}
 #: why an engine cannot recompute the segments of a layout
 RECOMPUTE_REASONS = {
@@ -22,7 +22,7 @@ RECOMPUTE_REASONS = {
     "deepspeed": "a slice that ran forward twice would look at the keys of earlier slices twice",
 }
 
-#: modules of GPT-NeoX before the blocks of its first stage, and behind those of its last one
+#: modules of GPT-NeoX before the blocks of its first stage, and after the blocks of its last stage
 BEFORE, BEHIND = 2, 3
 
 Segments = tuple[tuple[int, int], ...]

@@ -23,12 +23,12 @@ ContextWay = Literal["ulysses", "ring"]
 #: fields that are 1 or more
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
            "accumulation", "mesh", "hpz", "shards")  # fmt: skip
-#: keys of the written form that follow from the fields
+#: keys of ``to_json`` that are computed from the fields
 DERIVED = ("world_size", "pipeline")
 #: fields that plans of earlier versions lack: written only where they differ from their defaults
 LATER = ("mesh", "slices", "hpz", "copy", "frozen", "accumulate", "ratio", "sub_group", "drive",
          "knobs", "shards", "stays")  # fmt: skip
-#: a node's secondary copy: DeepSpeed's, dropped after each step, or one that steps are sent against
+#: a node's secondary copy: DeepSpeed's, dropped after each step, or one updated by encoded steps
 Copy = Literal["native", "exact", "bits8"]
 #: where frozen weights are between their uses at ZeRO 3: sharded, or encoded on every rank
 Frozen = Literal["gathered", "device"]
@@ -53,21 +53,21 @@ class Layout:
     slices: tokens of each slice of a pipeline over token slices (hybridcomp.nn.slices); empty: a
         pipeline over micro-batches.
     recompute: segments ``[start, stop)`` of layers that keep only their input for backward.
-    nodes: of a model that is no chain, the layers of every stage.
-    offload: optimizer states on the host. hierarchy: two levels for dp and zero across nodes; two
-        numbers, ranks of a node and nodes of a site: three levels.
-    hpz: ranks of a node over which its secondary copy is cut (``zero_hpz_partition_size``, ZeRO 3);
-        1: no copy. copy: what it is (``"zero": {"secondary": ..}``).
-    frozen: ``"device"``: weights that do not train are gathered in the first step alone and kept
-        encoded (``"zero": {"frozen": ..}``, ZeRO 3 without a copy).
-    accumulate: ``"node"``: micro-batches are summed inside nodes and cross them once a step.
-    ratio: of the optimizer's sub-groups on the host those that step there (ZeRO 3, ``offload``).
-    sub_group: values of each on a rank (``sub_group_size``); 0: DeepSpeed's default.
-    drive: share of the optimizer's states in files, the others in host memory (``ratio`` 1).
+    nodes: layers of every stage, for a model that is no chain.
+    offload: optimizer states are on the host. hierarchy: whether dp and zero send on two levels,
+        inside and between nodes; a pair (ranks of a node, nodes of a site) stands for three levels.
+    hpz: ranks over which a node shards its secondary copy (``zero_hpz_partition_size``, ZeRO 3);
+        1: no copy. copy: kind of the secondary copy (``"zero": {"secondary": ..}``).
+    frozen: ``"device"``: ranks gather frozen weights in the first step only and keep them encoded
+        (``"zero": {"frozen": ..}``, ZeRO 3 without a copy).
+    accumulate: ``"node"``: gradients are summed inside nodes, and only the sums cross nodes.
+    ratio: fraction of the optimizer's sub-groups that the host steps (ZeRO 3, ``offload``).
+    sub_group: values of a sub-group on a rank (``sub_group_size``); 0: DeepSpeed's default.
+    drive: fraction of the optimizer's states in files, the rest in host memory (``ratio`` 1).
     knobs: ZeRO 3's prefetch_bucket_size, max_live_parameters and max_reuse_distance; empty:
         DeepSpeed's defaults.
-    shards: consecutive ranks that ``fully_shard`` cuts a model over, with replicas on the others
-        (HSDP); 1: all ranks. stays: gathered parameters stay until backward
+    shards: consecutive ranks over which ``fully_shard`` shards one replica of the model (HSDP);
+        1: all ranks shard one replica. stays: gathered parameters stay until backward
         (``reshard_after_forward=False``).
     """
 
@@ -179,7 +179,7 @@ class Layout:
 
     @property
     def levels(self) -> int:
-        """Levels of messages of dp and zero, if their group spans as many levels."""
+        """Number of levels on which dp and zero send, if their group spans that many."""
         return 3 if isinstance(self.hierarchy, tuple) else 1 + self.hierarchy
 
     @property
@@ -189,22 +189,22 @@ class Layout:
 
     @property
     def innermost(self) -> int:
-        """Ranks that cut each layer; their numbers are consecutive."""
+        """Number of ranks over which each layer is cut; these ranks are consecutive."""
         return self.tensor * self.mesh**2
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks of one pipeline stage; their numbers are consecutive."""
+        """Number of ranks of one pipeline stage; these ranks are consecutive."""
         return self.innermost * self.context * self.data
 
     @property
     def owners(self) -> int:
-        """Ranks over which everything that ZeRO cuts is cut."""
+        """Number of ranks over which ZeRO or FSDP2 shards all that its stage shards."""
         return self.shards if self.shards > 1 else self.size("replicas")
 
     @property
     def sums_ours(self) -> bool:
-        """Return whether hybridcomp sums micro-batches in nodes; an HSDP mesh does by itself."""
+        """Return whether hybridcomp sums micro-batches in nodes; an HSDP mesh does so itself."""
         return self.accumulate == "node" and self.shards == 1
 
     @property
@@ -228,11 +228,11 @@ class Layout:
         return self.data * self.micro_batch * self.accumulation
 
     def size(self, group: Group) -> int:
-        """Return ranks of a group. ``replicas``: those with the same weights (data x context)."""
+        """Return the size of a group; ``replicas`` have the same weights (data x context)."""
         return _SIZES[group](self)
 
     def stride(self, group: Group) -> int:
-        """Return the difference between the numbers of two neighbours of a group."""
+        """Return the distance between the numbers of neighbouring ranks in a group."""
         return _STRIDES[group](self)
 
     def members(self, group: Group, rank: int) -> tuple[int, ...]:
@@ -327,7 +327,7 @@ def even_cuts(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(base + (index < rest) for index in range(chunks))
 
 
-#: group -> its number of ranks; below, the distance between the numbers of neighbouring ranks
+#: by group, the number of its ranks; ``_STRIDES``: the distance between neighbouring ranks
 _SIZES: dict[str, Callable[[Layout], int]] = {
     "tensor": lambda layout: layout.tensor,
     "row": lambda layout: layout.mesh,

@@ -1,8 +1,8 @@
-"""Propose how often islands should meet (``"sync"``), from what a meeting and a step take.
+"""Propose how often islands should meet (``"sync"``), from the seconds of a meeting and a step.
 
-Islands change a training: they are proposed, never chosen. A meeting is an all-gather of what each
-rank's fp32 shard has moved, in 4 bits with error feedback, between the ranks of one place in all
-islands (``hybridcomp.sync``). Between two meetings nothing leaves an island.
+Islands change the training's result, so they are proposed, never chosen. In a meeting the ranks of
+equal position in all islands all-gather the changes of their fp32 shards, in 4 bits with error
+feedback (``hybridcomp.sync``). Between two meetings nothing leaves an island.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hybridcomp.tools.plan.plan import Plan
 
 #: largest share of an island's time that its meetings may take
 SHARE = 0.05
-#: fewer steps are not proposed: DiLoCo and its successors were published with 15 to 500
+#: fewest steps between meetings to propose; DiLoCo and its successors were published with 15 to 500
 LEAST = 10
-#: messages that hardly lengthen a step are no reason for islands
+#: least share of a step that messages have to take for islands to be proposed
 WORTH = 0.1
 #: the dimensions whose messages stay inside an island
 INSIDE: tuple[Dimension, ...] = ("dp", "zero")
@@ -42,7 +42,7 @@ class MeetingCost:
     seconds: float
 
     def every(self, step_s: float) -> int:
-        """Return the fewest steps of ``step_s`` after which meetings take ``SHARE`` or less."""
+        """Return the fewest steps of ``step_s`` per meeting that keep meetings within ``SHARE``."""
         steps = self.seconds * (1 - SHARE) / (SHARE * step_s)
         return max(LEAST, _rounded_up(steps))
 
@@ -58,7 +58,7 @@ def measured(numel: float, islands: int, cluster: Cluster, codec: Codec) -> Meet
 
     Args:
         numel: fp32 values of a rank's shard.
-        islands: nodes, each of them an island; all of their ranks send at the same time.
+        islands: number of nodes, each an island; all ranks of a node send at the same time.
 
     Raises HybridcompError where ``cluster`` has no figures for the codec or for its links.
     """
@@ -77,10 +77,10 @@ def estimated(
 
     Args:
         numel: fp32 values of a rank's shard.
-        islands: each with one rank of a place.
-        rate: bits a second of a rank's link to the others.
-        codec: of ``sync``; None: native.
-        device: runs the codec.
+        islands: number of islands; one rank of each takes part in a meeting.
+        rate: bits a second of a rank's link to the other islands.
+        codec: codec of ``sync``; None: meetings are native.
+        device: device that runs the codec.
 
     Raises ConfigError where the codec's speed is not known.
     """
@@ -97,8 +97,8 @@ def proposal(plan: Plan, cluster: Cluster, model: Model) -> str | None:
     """Return a sentence on how often islands of one node should meet, instead of ``plan``.
 
     None where one node holds the job, where a dimension other than ``dp`` and ``zero`` cuts the
-    model (islands refuse it), where their messages take less than ``WORTH`` of a step, and where
-    meetings would not make steps shorter. Raises HybridcompError as ``measured`` does.
+    model (islands refuse it), where messages of ``dp`` and ``zero`` lengthen a step by less than
+    ``WORTH``, and where meetings would not shorten it. Raises HybridcompError as ``measured`` does.
     """
     layout, told = plan.layout, plan.prediction
     seen = sum(told.exposed.get(name, 0.0) for name in INSIDE)

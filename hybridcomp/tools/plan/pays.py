@@ -34,7 +34,7 @@ from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.machines.cluster import Cluster
 
-#: share of the compute behind which messages hide (the fit of docs/results/planner.md)
+#: share of a step's compute that hides messages (the fit of docs/results/planner.md)
 OVERLAP = 0.1
 #: share of a codec's seconds that lengthens the step (the same fit)
 CODING = 0.7
@@ -43,11 +43,11 @@ CODING = 0.7
 TYPICAL_BITS: Mapping[str, tuple[float, float]] = {
     "expcode": EXACT_BITS, "mpc": (29.0, 12.4), "stepcode": (32.0, 2.9),
 }  # fmt: skip
-#: bits a value that cross nodes in a step against a secondary copy
+#: bits per parameter that cross nodes in a step, by kind of secondary copy
 STEP_BITS: Mapping[str, float] = {"exact": TYPICAL_BITS["stepcode"][1], "bits8": 2.0}
 #: bits a value of radix at an error bound of 0.01, and for each factor of ten below it
 RADIX_BITS, RADIX_SLOPE = 6.0, 3.3
-#: values of the message for which ratios are stated
+#: values in the message for which bits and speeds of codecs are computed
 NUMEL = 1 << 20
 
 
@@ -56,9 +56,9 @@ class Coder:
     """Device that runs the codecs."""
 
     what: str
-    #: 1e9 native bytes a second that are encoded, or decoded, by codec or its spec; bounds: "radix"
+    #: 1e9 native bytes/s of encoding or of decoding, by codec or spec; of error bounds: "radix"
     speeds: Mapping[str, float]
-    message_s: float  # cost of an encoded message beside that of its bytes
+    message_s: float  # seconds of an encoded message, without those of its bytes
 
     def speed(self, codec: Codec) -> float:
         """Return native bytes a second. Raises ConfigError where no speed is known."""
@@ -79,8 +79,8 @@ DEVICES: Mapping[str, Coder] = {
          "stepcode": 1.1, "bf16": 1.3, "fp16": 1.3},
         0.83e-3,
     ),
-    # seconds of the ledger in the training of docs/results/gpu.md, for blockint; the others in
-    # the proportions of docs/results/gpu.md; overhead: a whole all-reduce of 1 MB
+    # blockint: the ledger's seconds in the training of docs/results/gpu.md; other codecs: scaled by
+    # the proportions in docs/results/gpu.md; overhead: a whole all-reduce of 1 MB
     "gpu": Coder(
         "an H100 that two ranks share",
         {"blockint": 150.0, "zfp": 70.0, "mpc": 115.0, "radix": 100.0, "expcode": 130.0,
@@ -88,7 +88,7 @@ DEVICES: Mapping[str, Coder] = {
         0.15e-3,
     ),
 }  # fmt: skip
-#: speed of stepcode beside that with AVX-512, by the instructions of a CPU (``stages alone`` of
+#: speed of stepcode relative to that with AVX-512, by the CPU's instructions (``stages alone`` of
 #: bench_publish.py --instructions at commit e5cc6749, mean of encode and decode at a learning rate
 #: of 3e-4)
 STEPS_BY_INSTRUCTIONS: Mapping[str, float] = {"avx512": 1.0, "avx2": 0.89, "plain": 0.16}
@@ -97,7 +97,7 @@ STEPS_BY_INSTRUCTIONS: Mapping[str, float] = {"avx512": 1.0, "avx2": 0.89, "plai
 def documented(device: str) -> Coder:
     """Return the documented speeds of ``device``, "cpu" or "gpu".
 
-    Of a CPU those of stepcode are with the instructions that this process uses.
+    The speed of stepcode on a CPU is that with the instructions that this process uses.
     """
     found = DEVICES[device]
     if device != "cpu":
@@ -109,7 +109,7 @@ def documented(device: str) -> Coder:
 def measured(cluster: Cluster, codecs: Iterable[Codec], dtype: torch.dtype, device: Coder) -> Coder:
     """Return the speeds of ``codecs`` that ``hybridcomp measure`` found, in messages of ``NUMEL``.
 
-    ``device`` has the overhead of a message. Raises HybridcompError where one was not measured.
+    ``device`` gives the overhead of a message. Raises HybridcompError for unmeasured codecs.
     """
     kind, speeds = DTYPE_NAMES[dtype], {}
     for codec in codecs:
@@ -123,13 +123,13 @@ def measured(cluster: Cluster, codecs: Iterable[Codec], dtype: torch.dtype, devi
 
 @dataclass(frozen=True)
 class MessageGroup:
-    """Group of ranks of a message, and how upstream sends it."""
+    """The ranks that exchange a message, and how upstream sends it."""
 
     ranks: int = 2
     stage: int = 1  # ZeRO stage
     dtype: torch.dtype = torch.bfloat16
-    summed: torch.dtype | None = None  # of gradients, where it is another one
-    has_hpz: bool = False  # whether ranks are nodes, with DeepSpeed's copy of all parameters
+    summed: torch.dtype | None = None  # dtype of gradients, if not ``dtype``
+    has_hpz: bool = False  # ranks are nodes with DeepSpeed's secondary copy
 
     def gathers(self, micro_batches: int) -> int:
         """Return how often a step of upstream gathers parameters."""
@@ -163,7 +163,7 @@ class Cost:
         return saved / self.coding_s if self.coding_s else math.inf
 
     def speed_up(self, rate: float, compute_s: float) -> float:
-        """Return native over encoded time of a step with this compute, at ``rate`` bits/s."""
+        """Return a step's native time divided by its encoded time, at ``rate`` bits/s."""
         hidden = OVERLAP * compute_s
         native = compute_s + max(0.0, 8 * self.native_nbytes / rate - hidden)
         encoded = compute_s + max(0.0, 8 * self.wire_nbytes / rate - hidden) + self.coding_s
@@ -191,7 +191,7 @@ def cost(
     messages: int = 1,
     sent_bits: float | None = None,
 ) -> Cost:
-    """Return the cost of ``messages`` with ``numel`` values together.
+    """Return the cost of ``messages`` messages with ``numel`` values in total.
 
     ``sent_bits``: bits per value, if they are not the codec's.
 
@@ -208,7 +208,7 @@ def cost(
     elif operation == "all_to_all" or (dimension == "dp" and job.stage == 3):
         native, sent, encoded, decoded, hops = other, other, other, other, 1
     elif dimension == "dp" and job.stage in (1, 2):
-        # DeepSpeed all-reduces a bucket of which each rank keeps its part: only that is sent
+        # DeepSpeed all-reduces a bucket, though a rank keeps one part: encoded, only that is sent
         native, sent, encoded, decoded, hops = 2 * other, other, other, other, 1
     elif job.ranks == 2:  # two ranks swap whole values
         native, sent, encoded, decoded, hops = 1.0, 1.0, 1.0, 1.0, 1
@@ -250,16 +250,16 @@ def step_cost(
     """Return the cost of all messages of ``dp`` and ``zero`` in a step, in DeepSpeed's buckets.
 
     ZeRO 2 and 3 reduce in every micro-batch, ZeRO 3 gathers before each forward and each backward
-    pass. Micro-batches that are summed in a node cross once, and so do parameters of which it keeps
-    a copy; what stays inside nodes is not counted. A native dimension costs its bytes. The share
-    ``frozen`` of the parameters does not train, and is gathered at ZeRO 3 alone.
+    pass. Gradients summed inside a node cross nodes once a step, as do parameters of which each
+    node keeps a copy; messages inside nodes are not counted. A native dimension costs its bytes.
+    The share ``frozen`` of the parameters does not train, and only ZeRO 3 gathers it.
     """
     whole, parameters = parameters, (1 - frozen) * parameters
     times: dict[Dimension, int] = {"dp": micro_batches if job.stage >= 2 else 1}
     if job.stage:
         times["zero"] = job.gathers(micro_batches)
     codecs, total = config.codecs(), Cost(0.0, 0.0, 0.0)
-    if frozen and job.stage == 3 and not job.has_hpz:  # DeepSpeed's copy keeps them
+    if frozen and job.stage == 3 and not job.has_hpz:  # hpZ's copy holds them
         total = _frozen_cost(config, times["zero"], frozen * whole, job, device)
     for name, count in times.items():
         codec, buckets = codecs[name, "forward"], max(1, math.ceil(parameters / 5e8))
@@ -282,7 +282,8 @@ def _frozen_cost(
 ) -> Cost:
     """Return the cost of gathers of ``numel`` frozen parameters in a step after the first.
 
-    Ranks that keep them decode them before each use. Copies of nodes hold them.
+    Ranks that keep these parameters decode them before each use. A node's secondary copy holds
+    them, so that no message crosses nodes.
     """
     native, codec = native_cost("zero", gathers * numel, job), config.codecs()["zero", "forward"]
     kept = config.zero.keeps_frozen
@@ -312,14 +313,14 @@ def copy_of(config: CompressionConfig) -> Literal["exact", "bits8"] | None:
 
 
 def sends_steps(config: CompressionConfig, job: MessageGroup) -> bool:
-    """Return whether gathers of parameters are steps against a copy in each node, once a step."""
+    """Return whether gathers send parameters as changes to each node's copy, once a step."""
     return copy_of(config) is not None and job.stage == 3
 
 
 def sent_by(
     config: CompressionConfig, name: Dimension, codec: Codec, job: MessageGroup, device: Coder
 ) -> tuple[Codec, float]:
-    """Return the codec of all messages but the first, which has ``codec``, and bits a value."""
+    """Return codec and bits per value of all messages after the first, which uses ``codec``."""
     copy = copy_of(config)
     if name == "zero" and copy is not None and sends_steps(config, job):
         return _steps(device, codec), STEP_BITS[copy]

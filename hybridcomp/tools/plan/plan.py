@@ -48,8 +48,8 @@ class Prediction:
     and that compute hides.
     job_nbytes, job_native_nbytes, job_codec_seconds: by dimension, of all ranks together, as the
     ledger counts them (``wire_MB``, ``raw_MB``, codec seconds).
-    between_nbytes, between_native_nbytes: of ``nbytes`` and ``native_nbytes`` what goes to other
-    nodes, as the mean of the ranks of a group.
+    between_nbytes, between_native_nbytes: the parts of ``nbytes`` and ``native_nbytes`` that cross
+    nodes, averaged over the ranks of a group.
     spans: the timeline, by stage.
     """
 
@@ -90,7 +90,7 @@ class Prediction:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prediction:
-        """Read a plan that ``to_json`` wrote. Raises TypeError where a number has to be."""
+        """Read a prediction of ``to_json``. Raises TypeError for a value that is no number."""
         values = dict(data)
         for one in fields(cls):
             if one.name in values and one.name != "spans":
@@ -104,7 +104,7 @@ class Prediction:
 class Plan:
     """One answer of the search.
 
-    model, cluster, budget: what it was made for, by name. length: tokens of one sample. dtype: of
+    model, cluster, budget: names of what the plan is for. length: tokens of one sample. dtype: of
     weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: runs the plan,
     ``"deepspeed"``, ``"megatron"``, ``"neox"`` or ``"fsdp2"``. blocks: index of the model's first
     block, and the index after its last one; None: unknown.

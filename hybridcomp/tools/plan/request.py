@@ -43,15 +43,15 @@ class SearchLimits:
 
     engine: the one that runs the plan; only its layouts are searched. dtype: of weights, messages.
     fixed: fields of ``Layout`` that the user has decided, for example ``{"tensor": 2}``.
-    memory_share: of a device's memory that a plan may fill; the rest is for the allocator.
-    optimizer_nbytes: of a parameter's optimizer states and master weight; None: of Adam.
+    memory_share: fraction of device memory that a plan may fill; the rest is for the allocator.
+    optimizer_nbytes: bytes of optimizer states and master weight per parameter; None: Adam's.
     bucket_numel: values of one bucket of gradients or parameters (``reduce_bucket_size``).
     own: cuts that only hybridcomp.nn has and that the script can build, out of "ring", "tp2d" and
     "slices"; those that ``fixed`` names count as well.
     ranks: how many to use; None: all of the cluster. most_micro_batch: samples, at most.
     recompute, offload: whether the search may switch them on.
-    keep: plans that are returned. each: whether the best of each way to share parameters is found,
-    too.
+    keep: number of plans to return. each: whether to find the best plan of each way to shard
+    parameters (``search.kind_of``) as well.
     """
 
     engine: Engine = "deepspeed"
@@ -123,11 +123,11 @@ class Found:
 
     plans: ranked, the fastest first; empty where nothing is feasible, and then ``reason`` says why
     in one sentence and ``nearest`` what would be needed.
-    considered, simulated: layouts with choices that were looked at, and that bounds did not prune.
-    refused: how many layouts each reason ruled out. unpriced: codecs of the budget that the cluster
-    has no figure for, which no plan has. native: the first plan's layout without compression.
-    best: the fastest plan of each way to share the parameters (``search.kind_of``), and HSDP under
-    FSDP2 beside DeepSpeed's. parameters: of the whole model.
+    considered: number of layouts that were placed. simulated: number of combinations of choices
+    that were simulated. refused: how many layouts each reason ruled out. unpriced: codecs of the
+    budget without a figure in the cluster, which no plan uses. native: the first plan's layout
+    without compression. best: the fastest plan of each way to shard the parameters
+    (``search.kind_of``); a search for DeepSpeed adds FSDP2's HSDP. parameters: the whole model's.
     """
 
     plans: tuple[Plan, ...]

@@ -176,12 +176,12 @@ def _samples(
 
 
 def check(engine: Any, optimizer: Any, scheduler: Any) -> None:
-    """Refuse before any checkpoint is read. Raises ConfigError."""
+    """Raise ConfigError for engines that cannot resume, before any checkpoint is read."""
     for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
         if given is not None:
             raise ConfigError(f"{KEY}: {name}", Shown("one"), "the engine has it; leave it out")
     if type(engine.optimizer).__name__ == "BF16_Optimizer" and not engine.zero_optimization():
-        # it takes the states of its own rank for those of all ranks
+        # DeepSpeed takes the states of one rank for those of all ranks
         todo = "DeepSpeed cannot load what it saves of one; take ZeRO 1, whose it can"
         raise ConfigError(KEY, Shown("a pipeline in bf16 without ZeRO"), todo)
 

@@ -115,7 +115,7 @@ def _files(owner: Any, block: CompressionConfig | None, **settings: Any) -> Stat
 
 
 def _half(optimizer: Any, path: str) -> Tensor | None:
-    """Return the bf16 parameters of the sub-group with the masters in ``path``; None without."""
+    """Return the bf16 parameters of the sub-group whose masters are in ``path``, or None."""
     name = os.path.basename(path).removesuffix(state_files.SWAPPED)
     for ids, flat in zip(
         optimizer.fp16_partitioned_groups_flat_id, optimizer.fp16_partitioned_groups_flat,
@@ -154,7 +154,7 @@ def make_moved(original: Any, self: Any, sub_group_id: int, timer_names: Any) ->
         original(self, sub_group_id, timer_names)
         files.hold()
     except StateFileError as error:
-        # they reach the next gate in _post_step
+        # the other ranks reach the next gate in _post_step
         with together(WHAT, error=StateFileError, votes=True):
             raise error
 

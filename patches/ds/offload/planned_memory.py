@@ -70,9 +70,9 @@ class PlannedMemory:
         gathered, peak, count: counts of this pass: gathered elements, most at once, and modules
             begun.
         choice: the chosen settings, and the elements that a pass then gathers.
-        trace: trace on which they were searched.
-        external: its parameters that stay until the optimizer's step.
-        is_fresh: whether none of these was available when this pass began.
+        trace: trace on which the settings were searched.
+        external: parameters in ``trace`` that stay until the optimizer's step.
+        is_fresh: whether no parameter of ``external`` was available when this pass began.
     """
 
     policy: MemoryPolicy

@@ -92,8 +92,8 @@ def _encoded(half: Tensor) -> Tensor:
 def _states(optimizer: Any) -> dict[str, Any]:
     """Return by sub-group the names of states in files, and the other states themselves.
 
-    This includes masters of a sub-group that stays in memory, none of which DeepSpeed saves with
-    NVMe.
+    The latter include the masters of sub-groups that stay in memory. With NVMe DeepSpeed saves none
+    of these states.
     """
     found: dict[str, Any] = {}
     for flat in optimizer.fp32_partitioned_groups_flat:

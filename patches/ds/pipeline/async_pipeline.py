@@ -61,7 +61,7 @@ class AsyncPipeline:
 
     @property
     def first(self) -> int:
-        """Return the first optimizer step that does not wait."""
+        """Return the first optimizer step without a flush."""
         return self.settings.warmup
 
     @property

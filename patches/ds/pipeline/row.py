@@ -1,4 +1,4 @@
-"""Report an asynchronous pipeline's figures beside those of the session's messages."""
+"""Report an asynchronous pipeline's figures in addition to those of the session's messages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PipelineRow(FollowerBase):
         self._known = weakref.ref(pipeline)
 
     def row(self) -> dict[str, float] | None:
-        """Return the figures of this stage; rank 0 has the first stage, whose gradients are
-        latest.
+        """Return the figures of this stage; rank 0 has the first stage, whose gradients are the
+        most delayed.
         """
         pipeline = self._known()
         return None if pipeline is None else pipeline.row()

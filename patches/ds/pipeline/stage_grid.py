@@ -1,4 +1,4 @@
-"""Keep one stage's optimizer from asking other stages, in a pipeline that does not wait."""
+"""Confine an optimizer's collectives to its own stage, in a pipeline without flushes."""
 
 from __future__ import annotations
 

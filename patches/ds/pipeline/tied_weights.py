@@ -11,7 +11,7 @@ buckets differently and a codec's error depends on the layout:
 
 * the reduction over data-parallel ranks follows this sum. If it leaves every rank with whole
   gradients (no ZeRO, BF16_Optimizer), the two are swapped: sums commute, and the replicas then
-  decode the same payloads last, at no extra bytes;
+  decode the same payloads as the last operation, without extra bytes;
 * ZeRO-1 keeps only slices of the gradients, and gathers parameters after the step. There
   upstream's ``_synchronize_tied_weights`` broadcasts the first replica after the step; the ledger
   counts it as wire bytes that native would not have sent.
@@ -91,8 +91,8 @@ def make_instruction_map(original: dict[type, Executor]) -> InstructionMap:
 def reduce_tied_grads(engine: Any, channel: Channel, original: Executor) -> None:
     """Sum the gradients of tied weights between their stages (mutates the gradients).
 
-    1. without a codec for any of them upstream reduces them;
-    2. otherwise each gradient with a codec is encoded, and others are reduced as in upstream.
+    1. if none of the gradients has a codec, upstream reduces all of them;
+    2. otherwise gradients with a codec are encoded, and the rest is reduced as in upstream.
     """
     grads = [
         (weight, weight._hp_grad if engine.using_bf16_optimizer else weight.grad, group)

@@ -38,7 +38,7 @@ def carries_values(
         mask_last: the last one is a bool mask that upstream cast to half.
         partitioned: upstream cut the first activation over the tensor-parallel ranks; the tuple
             then starts with a description (int64) and this rank's part, which requires no grad.
-        known: the marks of training, used where autograd is off and nothing requires grad.
+        known: the result for a training pass, used where autograd is off and nothing requires grad.
 
     A lone floating-point tensor is the activation. In a tuple an activation requires grad, was
     computed in this stage rather than passed through, and takes more than two values. Reading

@@ -1,13 +1,13 @@
 """Weights of ZeRO 3 that no optimizer changes, gathered once and kept encoded on every rank.
 
-With adapters (LoRA) nearly everything that stage 3 gathers in every pass are the frozen weights
-below them. With ``zero.frozen`` a fetch of a kept weight decodes it and sends nothing. The first
+With adapters (LoRA) nearly all weights that stage 3 gathers in every pass are frozen base
+weights. With ``zero.frozen`` a fetch of a kept weight decodes it and sends nothing. The first
 fetch gathers natively, keeps the weight encoded, and already computes with the decoded values, so
 that all passes use the same values.
 
-Before each pass every rank compares hashes of its own shares with those of the kept weights, and
-the ranks exchange one bit per weight on whether it has changed: by merging adapters, by a load, or
-by hand. Changed weights, and those trained from then on, are dropped and gathered again.
+Before each pass every rank hashes its shards and compares them with the hashes of the kept weights;
+the ranks then exchange one bit per weight: whether it was changed by merging adapters, a load, or
+by hand. Changed weights, and weights that train from now on, are dropped and gathered again.
 
 Seam: ``Init._partition_param``, which partitions weights again after ``GatheredParameters`` changed
 them: the kept copy is dropped. ``parameter_gathers`` asks ``serve`` which parameters still have to
@@ -56,11 +56,11 @@ class FrozenWeight:
     def __init__(self, param: Any, weights: FrozenWeights) -> None:
         self.param, self.weights = param, weights
         self.kept: KeptWeights | None = None
-        self.hash = 0  # hash of this rank's share when it was kept
+        self.hash = 0  # hash of this rank's shard when the weight was kept
 
     @property
     def share(self) -> Tensor:
-        """Return this rank's share of the parameter, 1-D."""
+        """Return this rank's shard of the parameter, 1-D."""
         found: Tensor = self.param.ds_tensor.data.view(-1)[: filled(self.param)]
         return found
 
@@ -117,7 +117,7 @@ class FrozenWeights:
     ) -> list[Any]:
         """Make frozen parameters available; return those that still have to be gathered.
 
-        ``exactly``: makes a context in which upstream's gathers are native.
+        ``exactly``: returns a context in which upstream's gathers are native.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -131,7 +131,7 @@ class FrozenWeights:
             return wanted
         stream = coordinator._PartitionedParameterCoordinator__allgather_stream
         lacking = [weight for weight in found if weight.kept is None]
-        begun = ending(DECODING)  # upstream's gather follows, or nothing does
+        begun = ending(DECODING)  # nothing is gathered in the body
         if lacking:
             begun = together(WHAT, lambda: _release(found, lacking), votes=True)
         with get_accelerator().stream(stream), begun:
@@ -159,7 +159,7 @@ class FrozenWeights:
                 some[0].param.all_gather_coalesced([w.param for w in some]).wait()
 
     def _count(self, param: Any) -> None:
-        """Count the bytes of the gather that was saved."""
+        """Count the native bytes of a gather that a kept weight made unnecessary."""
         group = self.channel.group(param.ds_process_group)
         share = int(param.ds_tensor.ds_numel)
         raw = native_nbytes.all_gather_nbytes(share, param.ds_tensor.dtype, group.size)
@@ -233,7 +233,7 @@ def make_partition_param(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Drop a kept weight that was changed while it was gathered."""
+    """Drop a kept weight if ``GatheredParameters`` changed it."""
     weight = _of(param)
     if weight is not None and has_been_updated:
         weight.kept = None

@@ -7,11 +7,11 @@ pass they get zeros as gradients, which upstream reduces like all others.
 Seams:
 
 * ``independent_gradient_partition_epilogue`` of stages 2 and 3, which ends a backward pass.
-* ``zero_grad`` of stage 3, by which upstream drops the micro-batches so far; at stage 2 upstream
-  keeps them, and so do the nodes.
+* ``zero_grad`` of stage 3, where upstream drops the gradients accumulated so far, and the nodes
+  drop their sums; at stage 2 upstream keeps the gradients, and the nodes keep their sums.
 
 A script may set the boundary only after the last backward pass (``managed_gradient_accumulation``
-false); then ``attach`` and ``offload_sums`` send everything in the step. Checkpoints hold no sums,
+false); then ``attach`` and ``offload_sums`` send all sums in the step. Checkpoints hold no sums,
 as upstream's hold no gradients; a load drops sums, and so does ``destroy``.
 """
 
@@ -38,7 +38,7 @@ EPILOGUES = (
 ZERO_GRAD = Seam(
     REQUIREMENT, STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", ("self", "set_to_none")
 )
-#: whether an optimizer step follows that upstream does not know of
+#: whether an optimizer step follows although upstream is not at a boundary
 _CROSSING: Scope[bool] = Scope("node_sums_cross", False)
 
 
@@ -54,7 +54,7 @@ def at_boundary(optimizer: Any) -> bool:
 
 
 def cross(optimizer: Any) -> None:
-    """Send the sums between nodes that no micro-batch has sent; every rank calls it before a
+    """Send between nodes the sums that no micro-batch has sent; every rank calls it before a
     step.
     """
     channels = channels_of(optimizer)
@@ -74,7 +74,7 @@ def make_epilogue(original: Any, self: Any) -> None:
 
 
 def _reduce_zeros(optimizer: Any, left: set[str]) -> None:
-    """Give zero gradients to the parameters ``left`` that are in no bucket, and add them to one."""
+    """Add to a bucket, with zero gradients, those parameters of ``left`` that are in none."""
     if hasattr(optimizer, "bit16_groups"):
         waiting = {
             param_id for bucket in optimizer.ipg_buckets.values() for *_, param_id in bucket.params
@@ -90,7 +90,7 @@ def _reduce_zeros(optimizer: Any, left: set[str]) -> None:
         for param in _named(group, left):
             if id(param) not in waiting:
                 param.grad = torch.zeros_like(param.data)
-                # whole, although the parameter is partitioned, as in a backward pass
+                # unpartitioned shape, as gradients have in a backward pass
                 param.grad.data = param.data.new_zeros(param.ds_shape)
                 optimizer.reduce_ready_partitions_and_remove_grads(param)
 
@@ -101,7 +101,7 @@ def _named(group: Any, names: set[str]) -> Iterator[Any]:
 
 @around
 def make_zero_grad(original: Any, self: Any, set_to_none: bool = True) -> None:
-    """Drop the micro-batches so far, as upstream does."""
+    """Drop the sums over the micro-batches so far, as upstream drops their gradients."""
     original(self, set_to_none)
     channels = channels_of(self)
     if channels is not None:

@@ -186,8 +186,8 @@ def make_all_gather_params(
             original(self, some, forward, quantize)
 
 
-#: parameters of one upstream call; the lengths of their partitions if a codec must not cross them;
-#: whether they are gathered exactly
+#: parameters that one upstream call gathers; the lengths of their partitions, each of which is
+#: encoded alone; whether the gather is exact
 _Batch = tuple[Iterable[Any], tuple[int, ...], bool]
 
 
@@ -195,9 +195,9 @@ def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
     """Split parameters into batches, each of which upstream gathers in one message.
 
     An engine's first step fetches the parameters of one module together, later steps those of
-    several. The result must not depend on that, or a resumed run would differ. So the codec of each
-    parameter depends only on its own size, and it is encoded independently of the others in a
-    message.
+    several modules. Decoded values must not depend on that, or a resumed run would differ. So each
+    parameter's codec depends only on the parameter's size, and each parameter of a message is
+    encoded independently.
     """
     found: dict[tuple[Any, ...], list[Any]] = {}
     # sorted, to be equal on all ranks, unlike a set
@@ -207,7 +207,7 @@ def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
         group, shard = p.ds_process_group, p.ds_tensor
         numel = _partition_numel(p) * dist.get_world_size(group)
         encoded = channel.encodes(numel, shard.dtype, group)
-        # the keys by which upstream groups them
+        # the keys by which upstream groups parameters
         key = (encoded, id(group), shard.dtype, p.ds_secondary_tensor is None)
         found.setdefault(key, []).append(p)
     return [
@@ -225,8 +225,8 @@ def _partition_numel(param: Any) -> int:
 def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
     """Zero the padding after the end of parameters, which upstream leaves uninitialized.
 
-    It shares codec blocks with parameters. This runs before every fetch, since optimizer steps and
-    checkpoints overwrite it, on the stream that is about to read it.
+    The padding shares codec blocks with parameters. This runs before every fetch, since optimizer
+    steps and checkpoints overwrite the padding, on the stream that is about to read it.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -263,7 +263,7 @@ def make_dist_allgather_fn(
         shard=input_tensor.detach().view(-1),
         out=output_tensor.detach().view(-1),
         async_op=True,
-        # modules' parameters are sets, so ranks may wait for them in different orders
+        # modules' parameters are sets, so ranks may wait for handles in different orders
         single_post=True,
         fetch=fetch,
     )

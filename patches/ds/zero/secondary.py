@@ -2,24 +2,24 @@
 
 DeepSpeed keeps a copy of all parameters on every node with ``zero_hpz_partition_size``, drops it
 after each step and gathers parameters over all ranks again. Here the copy stays, and what the step
-changed in it crosses once to each node (``channels/messages/node_copies.py``); upstream's own path
+changed in it is sent once to each node (``channels/messages/node_copies.py``); upstream's own path
 then gathers inside the node, natively.
 
 Seams:
 
 * ``invalidate_secondary_tensor`` of the stage-3 optimizer, after each step and each load: the
-  tensors that it drops are kept, as references of the next steps.
+  tensors that upstream drops are kept, as the references of the next steps.
 * ``_partition_param_sec`` of ``Init``, where a gathered parameter is released: upstream makes the
   copy there. Changes by ``GatheredParameters`` are written into the kept copy.
 * ``parameter_gathers`` calls ``lent`` around each fetch.
 
-Parameters are renewed in buckets, by their order in the model, when the first of a bucket is
-fetched: payloads of single layers would be headers for the most part. With 8 bits a copy consists
-of blockint payloads, one for each share. Upstream gets the decoded slice for the time of a fetch
-and makes no copy. Vectors (norms, biases) and parameters below ``min_bytes`` stay exact then.
-Persistent parameters are gathered by upstream after each step and have no copy.
+Copies are renewed in buckets, in the order of the model, when the first parameter of a bucket is
+fetched: payloads of single layers would mostly be headers. With 8 bits a copy consists of blockint
+payloads, one for each shard. Upstream gets the decoded slice for the time of a fetch and makes no
+copy. Vectors (norms, biases) and parameters below ``min_bytes`` stay exact even with 8 bits.
+Upstream gathers persistent parameters after each step; they have no copy.
 
-Copies live and go with their parameters, and checkpoints do not hold them: after a load the first
+Copies are freed with their parameters, and checkpoints do not hold them: after a load the first
 gather sends parameters whole.
 """
 
@@ -64,7 +64,7 @@ SIZE = "zero_hpz_partition_size"
 WHAT = "zero: renewing the secondary copies"
 #: attribute of a parameter: its ``NodeCopy``
 ATTRIBUTE = "_hybridcomp_secondary"
-#: elements of the parameters that are renewed together, all ranks' shares
+#: elements of the parameters in one bucket, over all ranks' shards
 BUCKET_NUMEL = 1 << 26
 
 
@@ -74,12 +74,11 @@ class NodeCopy:
 
     Attributes:
         param: DeepSpeed's parameter.
-        copies: of its engine.
-        codec: by which the copy is encoded; None: it is ``ds_secondary_tensor``, or was that before
-            the last step.
-        held: the old or encoded slice; None: there is none, or upstream has it.
+        copies: all copies of the engine.
+        codec: encodes the copy; None: the copy is exact, in DeepSpeed's ``ds_secondary_tensor``.
+        held: the slice if it is encoded, or an exact one that upstream has dropped; else None.
         fresh: whether an encoded slice has the parameter's present values.
-        bucket: the copies with which it is renewed.
+        bucket: the copies that are renewed together with this one.
     """
 
     param: Any
@@ -91,16 +90,16 @@ class NodeCopy:
 
     @property
     def numel(self) -> int:
-        """Return the elements of a rank's share, padding included."""
+        """Return the elements of one rank's shard of the parameter, padding included."""
         return int(self.param.ds_tensor.ds_numel)
 
     @property
     def is_stale(self) -> bool:
-        """Return whether no copy has the parameter's present values, upstream's neither."""
+        """Return whether neither this copy nor upstream's has the parameter's present values."""
         return self.param.ds_secondary_tensor is None and not self.fresh
 
     def own(self) -> Tensor:
-        """Return this rank's share as it is sent, with zeros behind the parameter's end."""
+        """Return this rank's shard as it is sent, with zeros after the parameter's end."""
         values: Tensor = self.param.ds_tensor.data.view(-1).to(self.copies.device)
         values = _filled_up(values[: filled(self.param)], self.numel)
         if self.codec is None:
@@ -109,7 +108,7 @@ class NodeCopy:
         return self._encoded(values)
 
     def put(self, rows: Tensor) -> None:
-        """Take the new slice, a row for each share."""
+        """Store the new slice ``rows``, which has a row for each shard."""
         if self.codec is not None:
             self.held, self.fresh = rows.reshape(-1), True
             return
@@ -121,7 +120,7 @@ class NodeCopy:
         self.param.ds_secondary_tensor = held
 
     def keep(self) -> None:
-        """Keep the tensor that upstream is about to drop, as reference of the next step."""
+        """Keep the tensor that upstream is about to drop, as the reference of the next step."""
         tensor, self.fresh = self.param.ds_secondary_tensor, False
         if self.codec is None and tensor is not None:
             self.held = tensor
@@ -141,7 +140,7 @@ class NodeCopy:
         return True
 
     def encode(self, values: Tensor, begin: int) -> None:
-        """Encode this rank's slice of a parameter: ``values`` (1-D) from place ``begin`` on."""
+        """Encode this rank's slice, cut from ``values``: the parameter (1-D) from ``begin`` on."""
         shares, numel = self.copies.groups.shares, self.numel
         parts = [values[share * numel - begin : (share + 1) * numel - begin] for share in shares]
         self.held = torch.cat([self._encoded(_filled_up(part, numel)) for part in parts])
@@ -159,14 +158,14 @@ class NodeCopy:
 class Bucket:
     """Copies of one kind that are renewed together.
 
-    ``generation``: of the channels when they were last renewed; ``resync`` makes it too old.
+    ``generation``: the channels' at the last renewal; ``resync`` outdates it.
     """
 
     copies: list[NodeCopy]
     generation: int
 
     def forget(self, copies: Iterable[NodeCopy]) -> None:
-        """Make the next gather renew these copies, all sent whole."""
+        """Make the next gather send the parameters of ``copies`` whole."""
         self.generation = -1
         for copy in copies:
             copy.keep()
@@ -182,7 +181,7 @@ class SecondaryCopies:
 
     @torch.no_grad()
     def follow(self, params: Iterable[Any], codec: Codec | None) -> None:
-        """Keep the copies of ``params``, of matrices encoded by ``codec`` where that is given."""
+        """Keep copies of ``params``; ``codec``, if given, encodes those of matrices."""
         least = self.channel.state.config.min_bytes
         alike: dict[tuple[torch.dtype, bool], list[NodeCopy]] = {}
         for param in sorted(params, key=lambda p: p.ds_id):
@@ -194,7 +193,7 @@ class SecondaryCopies:
         for copies in alike.values():
             self.buckets += self._cut(copies)
         if self.channel.state.config.insists("zero"):
-            return  # measured later: upstream's first copies serve until a step drops them
+            return  # ``auto`` measures first; upstream's copies serve until a step drops them
         for copy in (copy for bucket in self.buckets for copy in bucket.copies):
             made = copy.param.ds_secondary_tensor
             if copy.codec is not None and made is not None and self.acts:
@@ -229,7 +228,7 @@ class SecondaryCopies:
     def lent(self, params: Iterable[Any], stream: Any) -> Iterator[None]:
         """Renew the copies of the parameters that upstream gathers in the body; a collective.
 
-        ``stream``: on which upstream gathers. Upstream gathers all other parameters over all ranks.
+        Upstream gathers parameters without a copy over all ranks, and all of them on ``stream``.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -252,8 +251,8 @@ class SecondaryCopies:
     def _renew(self, bucket: Bucket) -> None:
         """Renew the stale copies of a bucket on all ranks or on none.
 
-        They are sent as steps where all nodes have the same old ones. After a failure they are
-        stale still, and are sent whole.
+        Shards are sent as differences if all nodes hold the same old copies, else whole. After a
+        failure the copies stay stale, and the next renewal sends whole shards.
         """
         copies = [copy for copy in bucket.copies if copy.is_stale]
         held = [copy.held for copy in copies if copy.held is not None]
@@ -267,7 +266,7 @@ class SecondaryCopies:
             shares.extend(copy.own() for copy in copies)
             if not known:
                 return None, False
-            rows = len(self.groups.shares)  # one table, since hashing thirty tensors takes longer
+            rows = len(self.groups.shares)  # one table, since hashing many tensors takes longer
             table = torch.cat([one.view(rows, -1).to(self.device) for one in held], 1)
             return [table.view(-1)], False
 
@@ -282,7 +281,7 @@ class SecondaryCopies:
         bucket.generation = self.channel.generation
 
     def forget(self) -> Callable[[], None]:
-        """Make the next gathers send all parameters whole, frozen ones too; return an undo."""
+        """Make the next gathers send all parameters whole, frozen ones too; return the undo."""
         before = [(bucket, bucket.generation) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.forget(bucket.copies)
@@ -295,13 +294,13 @@ class SecondaryCopies:
 
 
 def _filled_up(values: Tensor, numel: int) -> Tensor:
-    """Return 1-D ``values`` with zeros behind them up to ``numel`` elements."""
+    """Return 1-D ``values`` padded with zeros to ``numel`` elements."""
     lacks = numel - values.numel()
     return torch.cat([values, values.new_zeros(lacks)]) if lacks else values
 
 
 def _as_upstream(share: Any, tensor: Any) -> Tensor:
-    """Give a slice the attributes that DeepSpeed gives a secondary tensor beside ``ds_tensor``."""
+    """Give a slice the attributes of DeepSpeed's secondary tensors, from ``ds_tensor``."""
     tensor.ds_numel, tensor.status = tensor.numel(), share.status
     tensor.final_location = None
     found: Tensor = tensor
@@ -332,7 +331,7 @@ def make_invalidate_secondary_tensor(original: Any, self: Any) -> None:
 def make_partition_param_sec(
     original: Any, self: Any, param: Any, buffer: Any = None, has_been_updated: bool = False
 ) -> None:
-    """Write the values of a released parameter into the kept copy if that lacks them."""
+    """Write a released parameter's values into the kept copy if the copy lacks them."""
     copy = _of(param)
     if copy is None or param.ds_status.name != "AVAILABLE":
         original(self, param, buffer, has_been_updated)
@@ -388,7 +387,7 @@ def attached(engine: Any, channels: Channels) -> None:
 
 
 def forget(engine: Any) -> Callable[[], None]:
-    """Make the gathers after a load send parameters whole; return an undo."""
+    """Make the gathers after a load send parameters whole; return a function that undoes this."""
     copies = copies_of(engine.module.parameters())
     return (lambda: None) if copies is None else copies.forget()
 

@@ -1,9 +1,9 @@
 """Gather only trained parameters after a step of ZeRO 1 and 2.
 
-Each rank broadcasts the trained parts of its share of the flat group. Frozen parts were gathered
-exactly once, after freezing, and every rank has them since; lossy codecs never touch them. Before
-each gather the ranks exchange one bit on whether the frozen part of any share has changed, by a
-load or by hand. If so, everything is gathered once more, natively.
+Each rank broadcasts the trained parts of its shard of the flat group. Frozen parts were gathered
+once, losslessly, after freezing; every rank keeps them, and no lossy codec touches them. Before
+each gather the ranks exchange one bit: whether a load or a user has changed the frozen part of any
+shard. If so, the whole group is gathered once more, natively.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridcomp.channels.messages.broadcast_reduce import Broadcast
 from hybridcomp.channels.messages.kept_weights import changed_anywhere, hashes_of
 from hybridcomp.patches.ds.zero.parameter_gathers import TRAINED
 
-#: attributes of the optimizers: flat groups that are gathered after a step, and their parameters
+#: attributes of the optimizers: flat groups that are gathered after a step, and parameters of these
 GROUPS = (("bit16_groups_flat", "bit16_groups"), ("bf16_groups_flat", "bf16_groups"))
 Stretch = tuple[int, int]
 
@@ -56,7 +56,7 @@ class TrainedGather:
         params = list(params)
         self._trained = stretches(flat, params, trains=True)
         self._frozen = stretches(flat, params, trains=False)
-        self._hashes: list[int] | None = None  # hashes of the frozen part of this rank's share
+        self._hashes: list[int] | None = None  # hashes of the frozen part of this rank's shard
 
     @torch.no_grad()
     def run(self, channel: Channel, flat: Tensor, group: Any, whole: Callable[[], object]) -> None:
@@ -103,7 +103,7 @@ class TrainedGather:
 
 
 def _within(found: Iterable[Stretch], rank: int, share: int) -> list[Stretch]:
-    """Return the parts of the ranges that lie in a rank's share."""
+    """Return the parts of the ranges that lie in a rank's shard."""
     low, high = rank * share, (rank + 1) * share
     cut = ((max(start, low), min(stop, high)) for start, stop in found)
     return [(start, stop) for start, stop in cut if start < stop]

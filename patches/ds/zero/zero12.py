@@ -122,7 +122,7 @@ def make_allreduce_and_scatter(
 
 @dataclass(eq=False, kw_only=True)
 class _OwnedBucket(ReduceToOwners):
-    """Sum a bucket to its slices' owners; steps as in ``make_allreduce_and_scatter``."""
+    """Reduce a bucket's slices to their owners; steps as in ``make_allreduce_and_scatter``."""
 
     optimizer: Any
     bucket_dtype: torch.dtype
@@ -171,7 +171,7 @@ class _OwnedBucket(ReduceToOwners):
 def _ranges(slices: tuple[tuple[tuple[int, ...], int], ...]) -> tuple[OwnedRange, ...]:
     """Return the ranges of slices, given as (owners, elements), in their flat tensor.
 
-    Equal buckets get the same tuple in every step, by which their plan is found.
+    Equal buckets get the same tuple object in every step, which is the key of their plan.
     """
     ranges, position = [], 0
     for ranks, numel in slices:
@@ -181,7 +181,7 @@ def _ranges(slices: tuple[tuple[tuple[int, ...], int], ...]) -> tuple[OwnedRange
 
 
 def _slice(element: Sequence[Any]) -> Slice:
-    """Convert an element of upstream's bucket: (ranks, slice) or, since 0.19.8, with an output."""
+    """Convert upstream's (ranks, slice), or (ranks, slice, output) since 0.19.8, to a Slice."""
     ranks, values = element[0], element[1]
     if values.dim() != 1:
         values = values.view(-1)
@@ -203,9 +203,7 @@ def _flatten(slices: Sequence[Slice]) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _cut_pieces(whole: tuple[Piece, ...], edges: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
-    """Cut the bucket's parameters ``whole`` at ``edges``; return the same tuple for equal
-    buckets.
-    """
+    """Return the parts of the bucket's parameters ``whole`` inside the ranges ``edges``; cached."""
     return tuple(piece for low, high in edges for piece in cut(whole, low, high))
 
 

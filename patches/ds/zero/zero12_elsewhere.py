@@ -90,7 +90,7 @@ class _Elsewhere(AllReduce):
     to_one: bool
 
     def native_nbytes(self, size: int) -> int:
-        """Return the bytes: reducing to one rank sends each rank's share once instead of twice."""
+        """Return the bytes: a reduction to one rank sends half of what an all-reduce sends."""
         nbytes = super().native_nbytes(size)
         return nbytes // 2 if self.to_one else nbytes
 

@@ -6,7 +6,7 @@ wrapped only to find out which parameters are reduced.
 
 Upstream pads every parameter with ``torch.empty`` to a multiple of the ranks and sends the padding
 too. Here undefined values never affect a codec's scale: shards are padded with zeros only if
-several would be shorter than the first, so that all are encoded in one launch. Gradients are
+several shards would be shorter than the first, so that one launch encodes all shards. Gradients are
 divided by the number of ranks before the sum, as in upstream.
 
 Not covered: ``reduce_scatter: false`` and qgZ, which the check of the config refuses or announces.
@@ -44,8 +44,8 @@ AVG_SCATTER = Seam(
     ("self", "params_to_reduce", "communication_data_type"),
 )
 
-#: the channel, the parameters whose gradients are being reduced, and whether this is their last
-#: reduction before the optimizer step
+#: the channel, the parameters whose gradients are being reduced, and whether this reduction is the
+#: parameters' last one before the optimizer step
 _REDUCING: Scope[tuple[Channel, Sequence[Any], bool] | None] = Scope("stage3", None)
 
 

@@ -88,9 +88,9 @@ def _enter(model: Any, attached: Attached) -> None:
 def _buckets(
     parameters: list[Any], model: Any, padded: Callable[[int], int] = int
 ) -> tuple[int, ...]:
-    """Return the elements of each bucket; DDP fills buckets from the last parameter on.
+    """Return the elements of each bucket; DDP fills buckets in reverse order of parameters.
 
-    ``padded``: returns how many elements are sent of a parameter with so many elements.
+    ``padded``: returns the number of elements sent for a parameter, given its number of elements.
     """
     most = int(model.bucket_bytes_cap)
     filled: list[int] = []

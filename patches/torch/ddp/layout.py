@@ -1,6 +1,6 @@
 """Lay out a bucket of gradients so that a lossy codec encodes each parameter independently.
 
-DDP fills other buckets in the first step of a process than in later ones. A codec's error may
+DDP's buckets in the first step of a process differ from those in later steps. A codec's error may
 depend on neighbouring values and on where a rank's chunk begins: so a resumed run would differ from
 an uninterrupted one in its first step. Here every parameter is cut into one chunk for each rank,
 and all chunks begin at multiples of 32 elements, where codec blocks begin; a message is a table
@@ -80,5 +80,5 @@ class BucketLayout:
             torch._foreach_copy_(places, sums)
 
     def _split(self, gradients: Tensor) -> Sequence[Tensor]:
-        """Return the part of each parameter in the bucket."""
+        """Split a bucket's gradients into one tensor per parameter."""
         return torch.split(gradients, self._numels)

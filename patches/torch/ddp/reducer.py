@@ -1,11 +1,11 @@
 """The hook of DistributedDataParallel: gradient buckets, dimension ``dp``.
 
-DDP calls the hook with a bucket of gradients once the backward pass has filled it, before dividing:
-so the hook multiplies by 1/ranks, as DDP's reducer does without a hook
+DDP calls the hook once the backward pass has filled a bucket, with gradients not yet divided: so
+the hook multiplies by 1/ranks, as DDP's reducer does without a hook
 (``mark_variable_ready_dense``), and then sums. Buckets come in the same order on all ranks. The
 first message of a bucket travels while the backward pass fills the next one, whose hook then
-finishes it; the last bucket of a pass finishes all. No other thread sends, as its messages could
-overtake others of the backward pass on some ranks only.
+finishes it; the last bucket of a pass finishes all. All messages are sent from one thread: those of
+a second one could overtake the backward pass's other messages, on some ranks only.
 
 DDP rebuilds its buckets after the first step: residuals belong to parameters, never to buckets, and
 a lossy codec encodes each parameter independently (``layout``).
@@ -46,7 +46,7 @@ class _Pending:
     gradients: Tensor
     message: Tensor  # the encoded tensor: the gradients, or the table of ``layout``
     layout: BucketLayout | None
-    buffer: Tensor | None  # the memory of ``message`` where that is a table
+    buffer: Tensor | None  # the memory of ``message`` if that is a table
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,8 +69,8 @@ class _BucketSum(AllReduce):
     def load(self, codec: Codec) -> Tensor:
         """Multiply by 1/ranks, and copy into a table with a row for each parameter.
 
-        Low rank needs whole matrices and handles each separately anyway. With error feedback
-        lossless codecs use the table, too, since they send residuals.
+        A low-rank codec needs no table: it takes whole matrices, each separately. With error
+        feedback lossless codecs use the table, too, since they send residuals.
         """
         gradients, factor = self.gradients, 1.0 / dist.get_world_size(self.group)
         by_parameter = self.reducer.error_feedback or not codec.lossless
@@ -85,7 +85,7 @@ class _BucketSum(AllReduce):
         return self.values
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the parameters of the table, or of the bucket: in its order, without gaps."""
+        """Return the parameters in the table; without a table those of the bucket, without gaps."""
         if self.layout is not None:
             return self.layout.pieces
         return [Piece(getattr(p, NAME), 0, real_numel(p)) for p in self.bucket.parameters()]
@@ -114,7 +114,7 @@ class Reducer:
         self._pending: list[_Pending] = []
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._is_rebuilt = False
-        #: names of parameters that got a gradient since the last sum, where DDP finds unused ones
+        #: names of parameters with a gradient since the last sum; None if DDP finds no unused ones
         self._used: set[str] | None = None
         self._noted: set[str] = set()
         if self.error_feedback and (model.find_unused_parameters or model.static_graph):
@@ -130,13 +130,13 @@ class Reducer:
             name = getattr(parameter, NAME)
             if self._used is None or not parameter.requires_grad or name in self._noted:
                 continue
-            self._noted.add(name)  # runs before DDP's hook on it, which calls the reducer
+            self._noted.add(name)  # this hook runs before DDP's, which calls the reducer
             note = functools.partial(_note, self._used, name)
             handle = parameter.register_post_accumulate_grad_hook(note)
             self._attached.on_detach(handle.remove)
 
     def renew(self) -> None:
-        """Follow torch's reducer, which was made anew for other parameters."""
+        """Adapt to a new reducer of torch, which was made for other parameters."""
         self._is_rebuilt = False
         self._forget_layouts()
         self._note_used()
@@ -192,7 +192,7 @@ class Reducer:
         return future
 
     def _start(self, message: _BucketSum) -> _Pending | None:
-        """Send a bucket's first message, then finish earlier buckets; None: native sends it."""
+        """Send a bucket's first message, then finish earlier buckets; None if it stays native."""
         if message.gradients.is_sparse:
             self._channel.run_native(message, lambda: None)
             return None
@@ -201,9 +201,9 @@ class Reducer:
     def taken(self, bucket: Any) -> dict[str, Tensor]:
         """Return, for parameters unused here since the last sum, whether any rank has used them.
 
-        Where DDP looks for unused parameters it discards their sum, and would discard the residuals
-        in it, too. In that case this is a collective of one number for each parameter in
-        ``bucket``, for which the host does not wait.
+        If DDP looks for unused parameters, it discards the sums of those that no rank used, and
+        with them our residuals. In that case this is a collective of one number for each parameter
+        in ``bucket``, for which the host does not wait.
         """
         if self._used is None:
             return {}
@@ -228,7 +228,7 @@ class Reducer:
             self._forget_layouts()
 
     def _forget_layouts(self) -> None:
-        """Detach residuals from the buckets so far, so that the new ones collect them."""
+        """Detach residuals from the old buckets' layouts, so that new layouts collect them."""
         self._layouts.clear()
         residuals = self._attached.channels.residuals
         residuals.load(residuals.state_dict())
@@ -245,7 +245,7 @@ class Reducer:
 
     @contextmanager
     def _beside(self, gradients: Tensor) -> Iterator[None]:
-        """Run the body on a second stream after the backward pass's work so far, on a GPU."""
+        """On a GPU, run the body on a second stream, after the backward pass's work so far."""
         if gradients.device.type != "cuda":
             with nullcontext():
                 yield

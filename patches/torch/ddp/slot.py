@@ -27,7 +27,7 @@ class Slot:
     """State of the communication hook of one model.
 
     Attributes:
-        reducer: averages the buckets of the model; dead or None: torch.distributed does.
+        reducer: averages the model's buckets; if it is dead or None, torch.distributed does.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -59,7 +59,7 @@ class Slot:
 
 
 def average(gradients: Tensor, group: dist.ProcessGroup) -> Bucket:
-    """Average ``gradients`` natively and in place: multiplied first, then summed, as DDP does."""
+    """Average ``gradients`` natively, in place: multiply, then sum, as DDP does."""
     gradients.mul_(1.0 / dist.get_world_size(group))
     work = dist.all_reduce(gradients, group=group, async_op=True)
     assert work is not None
@@ -94,7 +94,7 @@ def _register(model: DistributedDataParallel) -> Slot:
     }
     slot = Slot(model)
     try:
-        type(model).register_comm_hook(model, slot, hybridcomp_hook)  # a copy has _refuse, too
+        type(model).register_comm_hook(model, slot, hybridcomp_hook)  # a copy has ``_refuse``, too
     except RuntimeError as error:
         todo = (
             f"DDP takes one communication hook and this model has one ({error}); remove that one, "

@@ -23,9 +23,9 @@ def fill(
     every group gets separate objects, so the attributes behind the setters are set directly.
 
     Args:
-        native_inside: with replicas, reduce-scatter gradients natively inside a shard group, as the
-            all-reduce between replicas encodes.
-        copies: the ranks by node, where nodes keep copies that parameters are gathered from.
+        native_inside: with replicas, whether to reduce-scatter gradients natively inside a shard
+            group, since the all-reduce between replicas encodes.
+        copies: the ranks by node, if parameters are gathered from copies that nodes keep.
     """
     group, replicas = members.group, members.replicas
     channel = attached.channels["zero"]
@@ -48,7 +48,7 @@ def fill(
 
 
 def empty(members: Members) -> None:
-    """Restore the objects that ``fill`` replaced, except in slots that were changed since."""
+    """Restore the objects that ``fill`` replaced, except in slots that a user changed since."""
     group = members.group
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
     replicas = getattr(group.mesh_info, "replicate_process_group", None)

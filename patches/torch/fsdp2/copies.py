@@ -4,10 +4,10 @@ The copy is that of ``channels/messages/node_copies.py``: the changes of an opti
 between nodes once, in the first gather of a forward or backward pass; all other gathers stay inside
 the nodes. ``reshard_after_forward=N`` keeps a copy of its own between the two passes and gathers it
 itself. Torch does not tell a slot when parameters change, so before each gather the ranks compare
-digests of their shares with those of the last sent shares. This also detects changes outside of a
+digests of their shards with those of the last sent shards. This also detects changes outside of a
 step, such as loaded weights.
 
-With 8 bits the copy consists of bytes: blockint payloads of matrices, one for each share, and
+With 8 bits the copy consists of bytes: blockint payloads of matrices, one for each shard, and
 unencoded vectors (norms, biases).
 
 Detaching the model frees its copies; checkpoints do not contain them.
@@ -31,7 +31,7 @@ from hybridcomp.patches.torch.fsdp2.members import Members
 
 
 def groups_of(channels: Channels) -> CopyGroups | None:
-    """Return the ranks by node if the block asks for copies; then a collective.
+    """Return the ranks by node if the block asks for copies; in that case a collective.
 
     Raises ConfigError, on all ranks, where nodes are not alike or have one rank.
     """
@@ -43,7 +43,7 @@ def groups_of(channels: Channels) -> CopyGroups | None:
 
 
 class NodeCopyGather:
-    """Gathers of one group, from the copy on this rank's node."""
+    """All-gathers of one group's parameters, from the copy on this rank's node."""
 
     def __init__(self, members: Members, channel: Channel, groups: CopyGroups) -> None:
         self._members, self._channel, self._groups = members, channel, groups
@@ -59,7 +59,7 @@ class NodeCopyGather:
 
     @torch.no_grad()
     def gather(self, output: Tensor, share: Tensor) -> None:
-        """Fill ``output`` (W n values) with all ranks' ``share``; a collective of all ranks."""
+        """Fill ``output`` (W n values) with every rank's ``share`` (n values); a collective."""
         rows = self.kept.gather(
             lambda: self._sent(share), (share.numel(), share.dtype), share.device
         )
@@ -69,11 +69,11 @@ class NodeCopyGather:
             self._decode(rows, output.view(len(rows), -1))
 
     def _sent(self, share: Tensor) -> Tensor:
-        """Return the values or encoded bytes that represent this rank's share."""
+        """Return this rank's shard as it is sent: values, or bytes if it is encoded."""
         return self._bytes_of(share) if self._codec is not None else share
 
     def _parts(self, ranks: int) -> Iterator[tuple[slice, bool]]:
-        """Yield the range of a share that each parameter occupies, and whether it is encoded."""
+        """Yield each parameter's range in a shard, and whether it is encoded."""
         start = 0
         for member in self._members.members:
             stop = start + member.chunk(ranks)
@@ -95,7 +95,7 @@ class NodeCopyGather:
         return torch.cat(found)
 
     def _decode(self, rows: Tensor, out: Tensor) -> None:
-        """Decode all shares, (W, bytes), into ``out`` (W, n)."""
+        """Decode all ranks' shards, (W, bytes), into ``out`` (W, n)."""
         assert self._codec is not None, "encoded copies"
         place = 0
         for stretch, is_encoded in self._parts(len(rows)):

@@ -2,8 +2,8 @@
 
 ``patches/ds/zero/frozen`` does the same at ZeRO 3. A gather of the group then sends only the shards
 of its trained parameters; the others are decoded. Before each gather the ranks of the group
-exchange one bit per weight: whether its shard has changed since it was kept, or is trained from now
-on. Backward gathers of ``reshard_after_forward=N`` return the values that the forward pass used.
+exchange one bit per weight: whether its shard has changed since it was kept, or trains from now on.
+Backward gathers of ``reshard_after_forward=N`` return the values that the forward pass used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WHAT = "zero: gathering frozen weights to keep them"
 
 
 class FrozenGather:
-    """Gathers of one group, some of whose parameters may be frozen."""
+    """All-gathers of one group's parameters, some of which may be frozen."""
 
     def __init__(self, members: Members, channel: Channel, settings: FrozenConfig) -> None:
         self._members, self._channel, self._settings = members, channel, settings
-        #: by place in the group: the kept weights, and the hash of this rank's shard of them
+        #: by the parameter's index in the group: the kept weight, and the hash of this rank's shard
         self._kept: dict[int, tuple[KeptWeights, int]] = {}
 
     @property
@@ -60,16 +60,16 @@ class FrozenGather:
 
         Args:
             share: this rank's shards of all parameters.
-            trained: gathers shards of the parameters at these places, as the block says.
-            native: gathers as torch does.
+            trained: function that gathers the parameters at given indices, as the block says.
+            native: function that gathers as torch does.
         """
         rows = output.view(group.size(), -1)
         stretches = self._stretches(len(rows))
         moves = sorted(self._members.trained)
         if output.dtype not in VALUE_DTYPES:
             moves = list(range(len(stretches)))
-        own: list[Tensor] = []  # copy of ``share``, a view of ``output``, by stretch
-        message: list[Tensor] = []  # a buffer and this rank's part of trained values
+        own: list[Tensor] = []  # ``share`` by parameter, copied since it is a view of ``output``
+        message: list[Tensor] = []  # output and input of the gather of trained parameters
 
         def shards() -> list[Tensor]:
             if not own:
@@ -153,7 +153,7 @@ class FrozenGather:
     def _drop_changed(
         self, shards: Callable[[], list[Tensor]], device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        """Drop outdated entries; ``shards``: returns this rank's, by place."""
+        """Drop outdated kept weights; ``shards``: this rank's shards, by parameter index."""
         if not self._kept:
             return
         trained, places = set(self._members.trained), sorted(self._kept)
@@ -172,7 +172,7 @@ class FrozenGather:
                 del self._kept[place]
 
     def _stretches(self, ranks: int) -> list[slice]:
-        """Return the range of each parameter in a share."""
+        """Return the range of each parameter in a shard."""
         edges = [0]
         for member in self._members.members:
             edges.append(edges[-1] + member.chunk(ranks))

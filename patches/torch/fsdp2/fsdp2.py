@@ -1,13 +1,13 @@
 """FSDP2 (``fully_shard``): gathers of parameters and reductions of gradients, dimensions ``zero``
 and ``dp``.
 
-``set_custom_all_gather`` and ``set_custom_reduce_scatter`` are torch's slots (``comms``); an
-HSDP mesh sums between its replicas with a plain ``all_reduce`` over the process group of the mesh,
-and that group is replaced by one that encodes.
+``set_custom_all_gather`` and ``set_custom_reduce_scatter`` are torch's slots (``comms``). An HSDP
+mesh sums gradients between replicas by a plain ``all_reduce`` over the mesh's process group, so
+that group is replaced by one that encodes.
 
-Upstream still decides which messages are sent, when micro-batches are added up, and by what
-gradients are divided. Deltas cannot be sent, as unsharded parameters are freed; the fp32 or bf16
-shards that every owner keeps are exact, so errors of gathers do not add up.
+Upstream still decides which messages are sent, when micro-batches are accumulated, and by what
+gradients are divided. Deltas cannot be sent, as unsharded parameters are freed. Every rank keeps
+exact fp32 or bf16 shards, so errors of gathers do not accumulate.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     if block is None:
         return None
     count = len(job.ranks)
-    stage = 3 if count > 1 else None  # a plan for one rank says 0
-    shards = job.shards if job.replicas > 1 else 1  # 1: all ranks, as a plan says it
+    stage = 3 if count > 1 else None  # unknown on one rank, for which plans say 0
+    shards = job.shards if job.replicas > 1 else 1  # in plans 1 stands for all ranks
     hold_to_plan(block, {"ranks": count, "data": count, "zero_stage": stage, "shards": shards})
     hold_to_machines(block, lambda: machines(device_name(groups[0].device)))
     cut = "layers that DTensor cuts are not gathered" if job.tensor_parallel else ""
@@ -112,7 +112,7 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     for one in members:
         attached.on_detach(functools.partial(fsdp2_comms.empty, one))
         fsdp2_comms.fill(one, attached, native_inside=inside, copies=copies)
-        # compiled passes skip this check of the hooks; messages are sent outside of compiled code
+        # checked before a message: messages are outside of compiled code, the hooks may be inside
         one.before_first = functools.partial(_check_whole, one.group.modules[0])
         for module in one.group.modules:
             attached.on_detach(module.register_forward_pre_hook(_Enter(one, attached)).remove)
@@ -143,7 +143,7 @@ def is_served(model: nn.Module) -> bool:
 class _Enter:
     """Forward pre-hook of an FSDP2 module: notes passes in which any of its parameters trains.
 
-    It ignores passes of a frozen teacher even if gradients are enabled, since no step follows.
+    Passes of a wholly frozen model are ignored even with gradients enabled, as no step follows.
     """
 
     members: Members
@@ -172,7 +172,7 @@ def _check_whole(module: Any) -> None:
 
 @dataclass(frozen=True)
 class _Leave:
-    """Forward hook of an FSDP2 module: its unsharded parameters exist and have no gradients yet."""
+    """Forward hook of an FSDP2 module, called when unsharded parameters exist without gradients."""
 
     members: Members
 
@@ -188,7 +188,7 @@ def _parameters(groups: list[Any]) -> Iterator[Tensor]:
 
 
 def _measure(session: EngineSession, job: fsdp2_rules.ShardedJob, members: list[Members]) -> None:
-    """Measure zero and dp with messages like those of a step, each over its process group.
+    """Measure dimensions zero and dp with messages like a step's, over the process group of each.
 
     Parameters are gathered inside a shard group; an HSDP mesh sums gradients between its replicas,
     in the dtype that FSDP reduces in, which is often wider than that of the parameters.

@@ -1,7 +1,7 @@
 """All-gather an FSDP2 group's parameters, encoded or as differences from the last gather.
 
-It runs on the stream that FSDP has made current, and completes there before it returns unless FSDP
-calls it asynchronously.
+A gather runs on the stream that FSDP has made current, and has completed there when the call
+returns, unless FSDP calls it asynchronously.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _ParameterGather(channels.AllGather):
 
     Attributes:
         stays_exact: returns whether this gather must not be lossy.
-        kept: gathers differences if torch keeps the gathered parameters.
+        kept: prepares gathers of differences, if torch keeps the gathered parameters.
         held: this rank's values after the last gather, if all ranks send differences.
-        copies: gathers from the nodes' copies, if the block asks for them.
-        places: places of the gathered parameters in the group; None: all.
+        copies: gathers from the nodes' copies, if the block asks for copies.
+        places: indices of the gathered parameters in the group; None: all.
     """
 
     members: Members
@@ -53,7 +53,7 @@ class _ParameterGather(channels.AllGather):
     places: Sequence[int] | None = None
 
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
-        """Return whether the gather must be exact but its codec is lossy, or has no reference."""
+        """Return whether the gather must be exact but its codec is lossy or lacks its reference."""
         if self.copies is not None:
             assert self.group is not None, "FSDP2 names its groups"
             if self.copies.serves(self.group, self.dtype):
@@ -75,7 +75,7 @@ class _ParameterGather(channels.AllGather):
         return parameter_deltas.gather_steps(channel, rows, self.held, codec, self.group)
 
     def cuts(self, codec: Codec) -> Sequence[int]:
-        """Return the borders of parameters in the shard, which no lossy codec crosses."""
+        """Return the offsets in the shard where parameters begin; no lossy codec crosses these."""
         ranks = self.out.numel() // self.shard.numel()
         return () if codec.lossless else self.members.cuts(ranks, self.places)
 
@@ -107,7 +107,7 @@ class EncodedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather all ranks' ``input_tensor``, here a view of ``output_tensor``, into the latter."""
+        """Gather ``input_tensor``, here a view of ``output_tensor``, into ``output_tensor``."""
         if self._frozen is not None and self._frozen.serves(group):
             trained = functools.partial(self._gather, group=group, async_op=False)
             self._frozen.gather(output_tensor, input_tensor, group, trained, self.native)
@@ -123,7 +123,7 @@ class EncodedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
-        """Gather the shards of the parameters ``places`` (None: all), as the block says."""
+        """Gather shards of the parameters ``places`` (indices; None: all), as the block says."""
         message = _ParameterGather(
             numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
             shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,
@@ -158,9 +158,9 @@ class EncodedAllGather(AllGather):
     def _is_for_a_pass(self) -> bool:
         """Return whether an explicit ``unshard()`` serves several passes of a training step.
 
-        Chunked losses (torchtitan) need this: they gather the head between the passes of the
-        layers, and keep it with its gradients until all chunks are done. The forward pass of the
-        first step gathers it encoded, so later steps must not use exact parameters instead.
+        Chunked losses (torchtitan) need this: they gather the output head between the passes of
+        the layers, and keep it until all chunks are done. The first step's forward pass gathers the
+        head encoded, so later steps must not use exact parameters instead.
         """
         group = self._members.group
         keeps = not (group.reduce_grads or group.reshard_after_backward)

@@ -16,10 +16,10 @@ from hybridcomp.patches.torch.state.stateful import BETWEEN
 
 
 def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
-    """Return, by name of a residual, the sum of its message divided by the gradient.
+    """Return, by name of a residual, the ratio of its message's sum to the final gradient.
 
-    It is the divisor of all gradients without the factors applied before the sum: fp16 is divided
-    by a power of two before, and replicas sum gradients that the shard groups have averaged.
+    The ratio is the total divisor of gradients, without the part applied before the sum: fp16 is
+    divided by a power of two first, and replicas sum what shard groups have averaged already.
     """
     found: dict[str, float] = {}
     for members in every:
@@ -47,8 +47,8 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
 def sends(every: Iterable[Members], native_inside: bool) -> dict[str, Sends]:
     """Return, by name of a residual, the ranges of the parameter that this rank encodes.
 
-    All of it in a reduce-scatter to shards; between replicas this rank's shard. Call it before
-    ``fill`` replaces the group of the replicas.
+    In a reduce-scatter to shards a rank encodes the whole parameter, between replicas only its own
+    shard. To be called before ``fill`` replaces the group of the replicas.
     """
     found: dict[str, Sends] = {}
     for members in every:
@@ -81,7 +81,7 @@ def _grad_dtype(parameter: Any) -> torch.dtype:
     """Return the dtype in which the gradients of one parameter are reduced.
 
     From torch 2.15 on a policy without ``reduce_dtype`` takes the sharded parameter's
-    ``grad_dtype`` or dtype; before, it took the dtype of the unsharded one.
+    ``grad_dtype`` or dtype; before 2.15 it took the unsharded parameter's dtype.
     """
     policy, sharded = parameter.mp_policy, parameter.sharded_param
     if hasattr(parameter, "sharded_grad_dtype"):

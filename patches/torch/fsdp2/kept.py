@@ -1,9 +1,9 @@
 """Gather parameter deltas when FSDP2 keeps unsharded parameters, as torch 2.15 can.
 
 ``set_keep_unsharded_storage`` keeps the values of the last gather, this rank's chunk included, in
-the storage of a parameter until the next gather is copied out. ``stepcode`` uses them as its
-reference, without another copy of the parameters. Before each gather the ranks compare a digest of
-them, as with all references.
+the storage of a parameter until the next gather is copied out. ``stepcode`` uses these values as
+its reference, without another copy of the parameters. Before each gather the ranks compare digests
+of their references, as always.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def keeps(parameter: Any) -> bool:
 
 
 class KeptGather:
-    """Gathers of one group as changes to the parameters that torch keeps."""
+    """Gathers of one group that send only changes to the parameters that torch keeps."""
 
     def __init__(self, members: Members, channel: Channel) -> None:
         self._members, self._channel = members, channel
-        self._generation = -1  # the channels' at the last gather; ``resync`` invalidates it
+        self._generation = -1  # channel.generation at the last gather; ``resync`` changes it
 
     @torch.no_grad()
     def prepare(self, output: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
         """Write the other ranks' values of the last gather into the rows of ``output``.
 
-        Returns this rank's part of it, (n,). None: all ranks leave the gather to torch, which is
-        exact. A collective.
+        Returns this rank's values of the last gather, (n,). Returns None if all ranks leave the
+        gather to torch, which is exact. A collective.
         """
         channel, rank = self._channel, dist.get_rank(group)
         rows = output.view(dist.get_world_size(group), -1)

@@ -1,9 +1,9 @@
 """Map messages of an FSDP2 group to parameters: torch's slots pass no names.
 
-A message is a rank-major table: for every rank of the shard group its chunk of each parameter, one
-after the other. Rank r's chunk of a parameter sharded at dimension 0 is its rows ``[r * c, (r + 1)
-* c)``, with c the rounded-up share, padded with zeros. A parameter sharded at another dimension is
-split into columns, not contiguous in its flattened values: their residuals get separate names.
+A message is a rank-major table: a row for every rank of the shard group, with that rank's chunk of
+each parameter. Rank r's chunk of a parameter sharded at dimension 0 is its rows ``[r * c, (r + 1)
+* c)``, with c = ceil(rows / ranks), padded with zeros. A parameter sharded at another dimension is
+split into columns, not contiguous in its flattened values: each chunk's residual has its own name.
 
 Gradients of a parameter that took no part in the pass are left out of the message. Torch 2.15 calls
 ``_prepare_reduce_scatter_inputs`` with the parameters of each message, in the order of the message,
@@ -26,7 +26,7 @@ from torch import nn
 
 from hybridcomp.channels.residuals.pieces import Piece
 
-#: messages with other parameters, as experts without a token have no gradient
+#: most layouts cached per group: experts without tokens have no gradient, so messages vary
 MOST_KNOWN = 64
 #: the method of a group of torch 2.15 that gets the parameters of a message
 PREPARE = "_prepare_reduce_scatter_inputs"
@@ -65,12 +65,12 @@ class Members:
     def __init__(self, group: Any, names: dict[int, str], where: str = "") -> None:
         """Collect the parameters of ``group``.
 
-        ``names``: of every module of the model, by id; ``where``: suffix of the parameters' names,
-        which tells experts of different ranks apart.
+        ``names``: the name of every module of the model, by id. ``where``: suffix of the
+        parameters' names, which distinguishes experts of different ranks.
         """
         self.group = group
         self.members = [_member(parameter, names, where) for parameter in group.fsdp_params]
-        #: called before the first message, until it raises nothing
+        #: called before each message, until one call raises no error
         self.before_first: Callable[[], None] | None = None
         self._announced: tuple[int, ...] | None = None  # parameters of the next message
         self._prepare: Any = None  # torch's own method while ours replaces it
@@ -89,7 +89,7 @@ class Members:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the number of shards, and the index of this rank's."""
+        """Return the number of shards, and the index of this rank's shard."""
         return (1, 0) if self.shards is None else (self.shards.size(), self.shards.rank())
 
     @property
@@ -100,7 +100,7 @@ class Members:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Return the places of the parameters that require gradients."""
+        """Return the indices, in the group, of the parameters that require gradients."""
         return tuple(
             place
             for place, parameter in enumerate(self.group.fsdp_params)
@@ -177,9 +177,9 @@ class Members:
             self._hooks.popitem()[1].remove()
 
     def of_message(self, numel: int, world_size: int) -> tuple[int, ...]:
-        """Return the parameters in this group's next reduce-scatter, of ``numel`` elements.
+        """Return the indices of the parameters in the next reduce-scatter, of ``numel`` elements.
 
-        Raises RuntimeError where none fit, and what ``before_first`` does.
+        Raises RuntimeError if no set of parameters fits, and whatever ``before_first`` raises.
         """
         if self.before_first is not None:
             self.before_first()
@@ -197,7 +197,7 @@ class Members:
         )
 
     def _pieces(self, places: tuple[int, ...], world_size: int) -> tuple[tuple[Piece, ...], ...]:
-        """Compute ``pieces``, parameter after parameter."""
+        """Compute the result of ``pieces``."""
         rows: list[list[Piece]] = [[] for _ in range(world_size)]
         for place in places:
             of_rank = self.members[place].pieces(world_size)
@@ -206,7 +206,7 @@ class Members:
         return tuple(map(tuple, rows))
 
     def cuts(self, world_size: int, places: Sequence[int] | None = None) -> list[int]:
-        """Return the borders of the parameters ``places`` (None: all) in a rank's shard."""
+        """Return the offsets in a rank's shard between the parameters ``places`` (None: all)."""
         chosen = range(len(self.members)) if places is None else places
         lengths = [self.members[place].chunk(world_size) for place in chosen]
         return [cut for cut in list(accumulate(lengths))[:-1] if cut]

@@ -32,7 +32,7 @@ class ShardedJob:
     """One model under FSDP2."""
 
     ranks: Ranks  # ranks of its largest mesh
-    shards: int  # ranks that a parameter is cut for, of the largest group
+    shards: int  # number of shards of a parameter, in the group with most ranks
     replicas: int  # replicas of an HSDP mesh, else 1
     shard_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
@@ -40,14 +40,14 @@ class ShardedJob:
     dtypes: frozenset[torch.dtype]  # dtypes of messages, so far as known before the first pass
     tensor_parallel: bool
     comms: frozenset[str]  # classes in the slots
-    ring: bool = False  # whether its layers cut sequences over ranks
+    ring: bool = False  # whether the model's layers split sequences over ranks
     meshes: frozenset[tuple[int, int]] = frozenset()  # shards and replicas of every group
-    keeps: bool = False  # whether torch keeps what it gathered
-    ignores_tables: bool = False  # whether tables with sparse gradients are left as they are
+    keeps: bool = False  # whether torch keeps gathered parameters
+    ignores_tables: bool = False  # whether ``fully_shard`` ignores tables with sparse gradients
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Return the split of residuals over the ranks; with meshes only if experts have others."""
+        """Return how residuals are split over ranks; lists meshes only if there are several."""
         found: dict[str, Any] = {"shards": self.shards, "replicas": self.replicas}
         if len(self.meshes) > 1:
             found["meshes"] = sorted(map(list, self.meshes))

@@ -1,6 +1,6 @@
 """Reduce-scatter of the gradients of an FSDP2 group, and the all-reduce between its replicas.
 
-Both run on the stream that FSDP has made current, and are complete there when they return.
+They run on the stream that FSDP has made current, and have completed there when the call returns.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EncodedReduceScatter(ReduceScatter):
     def _forget_zeroed(self) -> None:
         """Drop the node's kept sums of parameters whose gradients were set to None.
 
-        Parameters with kept sums have a gradient after the first micro-batch: zeros.
+        After the first micro-batch a parameter with a kept sum has zeros as its gradient, not None.
         """
         sums, members = self.channel.state.node_sums, self.members
         if sums.has_kept:

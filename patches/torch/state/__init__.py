@@ -1,1 +1,1 @@
-"""State of attached models in checkpoints, by the model it belongs to."""
+"""Save and load the state of attached models in checkpoints, under each model's name."""

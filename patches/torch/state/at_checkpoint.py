@@ -18,7 +18,7 @@ class AtCheckpoint:
         """Read the list of entries; every rank calls it, as collectives follow.
 
         ``prefix``: the key of the state in the checkpoint. Raises CheckpointError on every rank
-        where one cannot read the checkpoint's metadata.
+        if any rank cannot read the checkpoint's metadata.
         """
         self._attached = attached
         keys, problem = saved.attempt(lambda: _keys_of(folder, prefix))
@@ -26,7 +26,7 @@ class AtCheckpoint:
         self._keys = keys or []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return placeholders for the entries that this rank loads, {} where there are none."""
+        """Return placeholders for the entries that this rank loads; {} if there are none."""
         return {entry(rank): b"" for rank in share(len(self._keys))} if self._keys else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

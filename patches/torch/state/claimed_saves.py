@@ -1,9 +1,9 @@
-"""Let each island that is a job save into a folder of its own, by torch.distributed.checkpoint too.
+"""Make torch.distributed.checkpoint refuse a folder into which another island's job has saved.
 
-Every job writes files of the same names. The patch is on ``_FileSystemWriter.prepare_local_plan``,
+All jobs write files of the same names. The patch is on ``_FileSystemWriter.prepare_local_plan``,
 not on ``save``, which callers import by name: every save and ``async_save`` in this process calls
-it before the first file, on each rank, and raises on all ranks what it raises on one. Writers for
-object stores derive from it.
+this method before the first file, on each rank, and raises on all ranks what it raises on one.
+Writers for object stores derive from ``_FileSystemWriter``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def follow(attached: Any) -> None:
 def claim(where: Path | str, models: Iterable[WithState]) -> None:
     """Claim a folder or URL for the islands of ``models``; no collective.
 
-    Raises CheckpointError where another island of a run has saved there.
+    Raises CheckpointError if another island of the run has saved there.
     """
     for attached in models:
         for follower in attached.session.followers:

@@ -1,8 +1,8 @@
 """Identify attached models across restarts, for their state in checkpoints.
 
 A model is identified by the names and shapes of its parameters, independently of ranks, engine and
-wrappers; equal models also by the order in which they were attached. A counter alone would name
-another model after an earlier one was deleted.
+wrappers; models with equal parameters also by their order of attaching. A counter alone would
+identify the wrong model after an earlier model was deleted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def identity_of(model: nn.Module) -> str:
 
 
 def names_of(models: Sequence[Any]) -> list[str]:
-    """Name attached models, the same on all ranks: identity, and number among equal ones.
+    """Return names of attached models, equal on all ranks: identity, and number among equal models.
 
-    A collective through the rendezvous store; names are those of rank 0, as stages of a pipeline
-    differ. Raises CheckpointError where ranks have attached different numbers of models.
+    A collective through the rendezvous store. All ranks use rank 0's names, since the stages of a
+    pipeline differ. Raises CheckpointError if ranks have attached different numbers of models.
     """
     said = tell({"models": [model.identity for model in models]}, what="attached models")
     counts = [len(rank["models"]) for rank in said]

@@ -1,7 +1,7 @@
 """Write and read the files of ``hybridcomp.save_state``: one for each rank and attached model.
 
-Files are named after the model (``identity``), and a model loads the file of its name, whatever
-other models there were or are. State that may belong to another model is refused.
+Files are named after the model (``identity``), and a model loads the file with its name, whatever
+other models the saving or loading job has. State that may belong to another model is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridcomp.patches.torch.state.stateful import (
     take_over,
 )
 
-#: ``model``: a name of ``identity.names_of``
+#: file name; ``model``: a name from ``identity.names_of``
 FILE = "hybridcomp_model_{model}_rank_{rank:05d}.pt"
 
 
@@ -39,8 +39,8 @@ def save_files(folder: Path, every: Iterable[WithState], loss_scale: float | Non
 
     ``loss_scale``: the factor on the gradients; None: that of each model's GradScaler.
 
-    Every file is written completely or not at all. Raises CheckpointError, on every rank, where one
-    could not write its file, or where another island that is a job has written there.
+    Every file is written completely or not at all. Raises CheckpointError, on every rank, if a rank
+    could not write its file, or if another island's job has written into the folder.
     """
     models = list(every)
     with files_together("saving the state of hybridcomp"):
@@ -53,8 +53,8 @@ def save_files(folder: Path, every: Iterable[WithState], loss_scale: float | Non
 def load_files(folder: Path, every: Iterable[WithState], loss_scale: float | None = None) -> None:
     """Load the files of ``save_files``; every rank calls it. ``loss_scale``: as for ``load``.
 
-    Raises CheckpointError, on every rank, where a file is damaged, one of a rank is missing, or the
-    folder holds the state of other models; nothing is taken over then.
+    Raises CheckpointError, on every rank and with nothing loaded, if a file is damaged, a rank's
+    file is missing, or the folder holds the state of other models.
     """
     models = list(every)
     with or_nothing(models):
@@ -69,7 +69,7 @@ def load_files(folder: Path, every: Iterable[WithState], loss_scale: float | Non
 
 
 def _check_models(folder: Path, names: Sequence[str]) -> None:
-    """Raise CheckpointError where the state in ``folder`` cannot be matched to the models."""
+    """Raise CheckpointError if the state in ``folder`` cannot be matched to the models."""
     here = Counter(name.partition("_")[0] for name in names)
     start = FILE.partition("{")[0]
     stored = {path.name.removeprefix(start).rpartition("_rank_")[0] for path in _files(folder, "*")}

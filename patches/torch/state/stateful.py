@@ -3,11 +3,11 @@
 In ``torch.distributed.checkpoint`` every rank writes one entry, ``rank_00003``, a pickled
 ``bytes``: residuals differ on every rank, and tensors of their sizes would have to be allocated
 before a checkpoint could be read. With the same number of ranks every rank loads its entry, bit for
-bit. With another number, or if ranks encode other ranges, new rank r reads the entries of all old
-ranks that are r modulo the new number, and each value goes to a rank that encodes it
-(``channels/checkpoint/resharing.py``). This keeps the sum over the ranks, which gradients still
-lack. ``Stateful.state_dict`` does not know the entries of a checkpoint, so that case needs the
-folder: ``hybridcomp.stateful(model, checkpoint=folder)``.
+bit. With another number, or if ranks encode other ranges, new rank r reads the entries of those old
+ranks whose number is r modulo the new number of ranks, and sends each value to a rank that encodes
+it (``channels/checkpoint/resharing.py``). So the sum of residuals over the ranks is kept, which is
+what gradients still lack. ``Stateful.state_dict`` does not know the entries of a checkpoint, so
+another number of ranks needs the folder: ``hybridcomp.stateful(model, checkpoint=folder)``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BETWEEN = "between replicas: "
 
 
 class WithState(Protocol):
-    """Interface of an attached model (``attached.Attached``) that its state needs."""
+    """The part of an attached model's interface (``attached.Attached``) that its state needs."""
 
     identity: str  # digest of the model's parameters (``identity``)
     layout: dict[str, Any]  # the split of residuals over the ranks
@@ -61,7 +61,7 @@ class WithState(Protocol):
     #: returns this rank's encoded ranges, by name of the residual
     sends: Callable[[], Mapping[str, resharing.Sends]]
     session: EngineSession
-    loss_scale: LossScale  # in whose units residuals are
+    loss_scale: LossScale  # residuals are in units of the scaled loss
 
     @property
     def kind(self) -> str:
@@ -110,12 +110,12 @@ def state_dict_of(attached: WithState, loss_scale: float | None = None) -> dict[
 
 
 def load(attached: WithState, entries: Mapping[str, Any], loss_scale: float | None = None) -> None:
-    """Load the entries of a checkpoint: this rank's, or its share of those of all old ranks.
+    """Load the entries of a checkpoint: this rank's own, or its part of all old ranks' entries.
 
     ``loss_scale``: the factor on the gradients from now on; None: see ``LossScale.load``.
 
-    Every rank calls it. Raises on every rank, with nothing changed: ConfigError where the entries
-    are of another number of ranks and some are missing, CheckpointError where one is damaged.
+    Every rank calls it. Raises on every rank, with nothing changed: ConfigError if the entries
+    are of another number of ranks and some are missing, CheckpointError if an entry is damaged.
     """
     with or_nothing([attached]):
         states = {
@@ -128,7 +128,7 @@ def load(attached: WithState, entries: Mapping[str, Any], loss_scale: float | No
 
 @contextmanager
 def or_nothing(every: Iterable[WithState]) -> Iterator[None]:
-    """Make the body load into all of these models on all ranks, or change none."""
+    """Make the body load into all of these models on all ranks, or change no model."""
     undo = ExitStack()
     with together(WHAT, undo.close, error=CheckpointError):
         for one in every:
@@ -220,7 +220,7 @@ def take_over(
 
 
 def resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:
-    """Give the followers their states, which were checked."""
+    """Load the followers' states, which have been checked."""
     for follower, kept in _followed(attached, states):
         follower.resume(kept)
 
@@ -228,7 +228,7 @@ def resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -
 def _followed(
     attached: WithState, states: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[StatefulFollower, list[Mapping[str, Any]]]]:
-    """Yield each follower that has a state, with what ``states`` hold for it."""
+    """Yield each follower that has a state, with its saved states from ``states``."""
     for follower in attached.session.followers.stateful:
         kept = (state.get("followers", {}).get(follower.name) for state in states)
         yield follower, [one for one in kept if one is not None]
@@ -246,7 +246,7 @@ def _check(attached: WithState, stated: Sequence[Mapping[str, Any]]) -> None:
     if told["kind"] != attached.kind:
         todo = f"this model is under {attached.kind}; residuals do not fit: leave them out"
         raise ConfigError(CALL, told["kind"], todo)
-    first = stated[min(known)]  # one rank's only: pipeline stages are different models
+    first = stated[min(known)]  # from one rank only: pipeline stages are different models
     if first["model"] not in (None, first["here"]):
         todo = (
             f"this one is {first['here']}: names or shapes of parameters differ; load it into the "
@@ -270,7 +270,7 @@ def _check(attached: WithState, stated: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_ends(attached: WithState, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a residual ends behind the ranges that this rank encodes."""
+    """Raise CheckpointError if a residual extends past the ranges that this rank encodes."""
     sends = attached.sends()
     for name, (offset, values) in held_in(state["residuals"]):
         end = max((high for _, high in sends[name].ranges), default=0) if name in sends else None
@@ -285,8 +285,8 @@ def _read_into(
     """Add a rank's residuals to ``part`` in units of gradients, by the divisors of their sums.
 
     Residuals of owners and senders are added up, as owners may be other ranks now. Residuals of
-    sums between replicas become those of sums to shards, and vice versa, where this job has only
-    the other. ``divisors`` has the names of this job's residuals.
+    sums between replicas become residuals of sums to shards, or vice versa, if this job has only
+    the other kind. ``divisors`` has the names of this job's residuals.
     """
     for name, (offset, values) in held_in(state["residuals"]):
         short = name.removeprefix(BETWEEN)

@@ -45,7 +45,7 @@ def entropy_bits(exponents: Numbers, moved: Numbers) -> float:
 
 
 def payload_bits(codec: Any, *values: Tensor) -> int:
-    """Return the bits of a payload; of ``stepcode`` the reference follows the values."""
+    """Return the bits of a payload; ``stepcode`` takes the values, then the reference."""
     room = torch.empty(codec.wire_nbytes(values[0].numel(), values[0].dtype), dtype=torch.uint8)
     used: int = codec.encode(*values, room)
     return 8 * used

@@ -66,7 +66,7 @@ class SmallGpt(nn.Module):
 
 
 def text() -> Tensor:
-    """Return the bytes of the pages and of the package's sources, int64."""
+    """Return the bytes of docs/ and of the package's sources as one tensor, uint8."""
     paths = sorted((*ROOT.glob("docs/*.md"), *ROOT.glob("hybridcomp/**/*.py")))
     return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
 
@@ -77,7 +77,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 class Training:
-    """One training in fp32 with Adam, at a rate that may change; weights are cast, not rounded."""
+    """One training in fp32 with Adam, at a rate that may change; only traces are cast to bf16."""
 
     def __init__(self, size: Size, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -107,7 +107,7 @@ class Training:
 
 
 def traces(size: Size, rates: list[float], warmup: int, settle: int) -> Iterator[Trace]:
-    """Pretrain for ``warmup`` steps at 1e-3, then yield the step after ``settle`` at each rate."""
+    """Pretrain ``warmup`` steps at 1e-3; per rate, train ``settle`` steps and yield the next."""
     training = Training(size)
     loss = training.steps(warmup, 1e-3)
     numel = sum(weight.numel() for weight in training.model.parameters())

@@ -29,14 +29,14 @@ ALIGN = 16
 
 
 def works(values: Tensor) -> Iterator[Work]:
-    """Yield all kernels with a residual, by bits, then kernels around variable-size payloads."""
+    """Yield kernels with a residual for each of BITS, then kernels around variable payloads."""
     codec = make_codec("blockint", bits=4)
     fused = codec.fused(values.device)
     for bits in BITS:
         if fused is not None:
             message = AllReduce(SUBJECT, codec, fused, values, bits)
             yield from _sum(message, fused, bits)
-            if bits < 32:  # ours covers fp32
+            if bits < 32:  # ours.py times fp32 residuals
                 yield from message.launches()
         yield from _several(codec, values, bits)
         if values.dtype == torch.float32 and bits < 32:
@@ -61,7 +61,7 @@ def _sum(message: AllReduce, fused: CollectiveKernel, bits: int) -> Iterator[Wor
 
 
 def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
-    """Encode a message of TENSORS tensors, or as many slices of one; sum the ranks' payloads."""
+    """Encode TENSORS tensors, then TENSORS slices of one tensor; sum the slices of all ranks."""
     each, planned = codec.each(values.device), codec.planned(values.device)
     length = values.numel() // TENSORS // 32 * 32
     if each is None or planned is None or not length:
@@ -88,7 +88,7 @@ def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
     left = 2 * residual.nbytes
     add_left = partial(add, residual)
     yield Work(SUBJECT, f"sum stretches {named(bits)}", moved + left, add_left, wide, note)
-    if isinstance(residual, Tensor):  # cases without a residual, or with fp32, run once
+    if isinstance(residual, Tensor):  # run works that do not depend on bits once
         yield Work(SUBJECT, "sum stretches", moved, add, wide, note)
         if values.dtype == torch.float32:
             held = partial(planned.encode, table, None, mine, residual)

@@ -31,7 +31,7 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire.group import resolved
 from hybridcomp.config import CompressionConfig
 
-#: ranks per node, parameters of a coalesced gather and their elements, side of a matrix
+#: ranks per node; parameters of a coalesced gather; elements of each parameter; side of a matrix
 WIDTH, CUTS, PIECE, SIDE = 4, 64, 40, 64
 #: elements of all shards in two levels, the same for every group size: the CPU copies them here
 WHOLE = 1 << 12

@@ -14,7 +14,7 @@ cuda: Any = torch.cuda  # partly untyped
 #: exceeds the L2 cache of every current GPU (B200: 126 MB)
 FLUSH_NBYTES = 256 << 20
 MOST_FLUSHES = 16
-#: launches that a stream's queue holds before it blocks the host
+#: rounds of host timing, and calls per round, whose launches fit the stream's queue
 HOST_ROUNDS, HOST_CALLS = 7, 20
 
 
@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: seconds, GB/s read and written, and that rate over the copy's."""
+    """One measurement: seconds, GB/s read and written, and ``share``, that rate over a copy's."""
 
     subject: str
     phase: str
@@ -66,7 +66,7 @@ class DeviceStopwatch:
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
         self._flush = torch.empty(FLUSH_NBYTES, dtype=torch.uint8, device="cuda")
-        # take the minimum of several: an idle GPU raises its clocks first
+        # take the minimum of several flushes: the first ones run at an idle GPU's low clocks
         self._flush_s = min(self._once(self._flush.zero_, 1) for _ in range(20))
 
     def seconds(self, run: Callable[[], object]) -> float:
@@ -152,7 +152,7 @@ class Bench:
         return self._copies[half]
 
     def measure(self, work: Work, dtype: str, message_nbytes: int) -> Point:
-        """Measure ``work``, and a copy of as many bytes for its share."""
+        """Measure ``work``, and a copy of as many bytes to compute the share."""
         took = self._stopwatch.seconds(work.run)
         return Point(
             work.subject, work.phase, dtype, message_nbytes, took, work.nbytes / took / 1e9,

@@ -167,7 +167,7 @@ class Messages:
         }
 
     def buckets(self) -> dict[str, Callable[[], None]]:
-        """Return buckets with PIECES owners, and a bucket of which every rank owns a part."""
+        """Return messages of a bucket with PIECES owners, and with every rank as an owner."""
         return {
             "to owners": lambda: self.to_owners(self.tp, self.owners),
             "to owners feedback": lambda: self.to_owners(self.dp, self.owners),

@@ -86,7 +86,7 @@ def steps(values: Tensor) -> Iterator[Work]:
 
 
 def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
-    """Yield a message of TENSORS tensors, a payload each, in one launch and in one launch each."""
+    """Yield coding of TENSORS tensors, a payload each: in one launch, then a launch per tensor."""
     length = values.numel() // TENSORS
     each: Any = codec.each(values.device) or codec.pieces(values.device)
     if each is None or not length:
@@ -120,7 +120,7 @@ def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
 
 
 def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:
-    """Return an encode call of collectives: sizes stay on the GPU and the host does not wait."""
+    """Return an encode call as in collectives: sizes stay on the GPU, the host does not wait."""
     if codec.fixed_size:
         return lambda: codec.encode(values, room)
     size = torch.zeros(1, dtype=torch.int64, device=values.device)
@@ -181,7 +181,7 @@ class AllReduce:
         self.decode()
 
     def works(self) -> Iterator[Work]:
-        """Yield each launch, all together (also as a CUDA graph), and whole collectives."""
+        """Yield each launch, all three together (also as a CUDA graph), and whole collectives."""
         encode, reduce, decode = yield from self.launches()
         everything = encode + reduce + decode
         bits, note = 8 * self.slot / self.chunk, f"{RANKS} ranks"
@@ -197,7 +197,7 @@ class AllReduce:
         yield from self._paths(encode, reduce, decode, bits)
 
     def launches(self) -> Generator[Work, None, tuple[int, int, int]]:
-        """Yield encoding and sum; return the bytes moved by encoding, sum and decoding."""
+        """Yield the encode and the sum launch; return the bytes moved by encode, sum and decode."""
         self.all()
         self.gathered.view(RANKS, self.slot)[:] = self.payload
         share = self.own.nbytes
@@ -207,7 +207,7 @@ class AllReduce:
         if self.residual is not None and self.owner_residual is not None:
             kept = self.owner_residual.nbytes
             encode += 2 * (self.residual.nbytes - kept)
-            reduce += 4 * kept  # the first residual's chunk of this rank is read and zeroed
+            reduce += 4 * kept  # this rank's chunk of the first residual is read and zeroed too
         bits, note = 8 * self.slot / self.chunk, f"{RANKS} ranks"
         yield Work(self.name, f"chunks encode{self.feedback}", encode, self.encode, bits, note)
         yield Work(self.name, f"sum_encode{self.feedback}", reduce, self.reduce, bits, note)

@@ -79,7 +79,7 @@ def triton(bits: int, values: Tensor) -> Iterator[Work]:
 
 
 def bitsandbytes(bits: int, values: Tensor) -> Iterator[Work]:
-    """Yield its 8-bit dynamic map in blocks of 256, or NF4 in blocks of 64."""
+    """Yield bitsandbytes' 8-bit dynamic map in blocks of 256, or its NF4 in blocks of 64."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
     if bits == 8:
         encode = partial(functional.quantize_blockwise, values, blocksize=256)
@@ -92,7 +92,7 @@ def bitsandbytes(bits: int, values: Tensor) -> Iterator[Work]:
     yield from both(name, values, payload, encode, partial(undo, levels, state), note)
 
 
-#: group size of DeepSpeed's kernels, as qgZ and qwZ choose for large tensors
+#: group size that qgZ and qwZ choose for large tensors
 DEEPSPEED_GROUP = 4096
 DEEPSPEED_RANKS = 8
 

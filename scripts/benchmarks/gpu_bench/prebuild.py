@@ -75,8 +75,8 @@ def needed(
 def compile_here(architecture: int, version: str = "") -> None:
     """Compile, without a GPU, the images that benchmarks launch on ``architecture``.
 
-    Includes the kernels of all pieces of a message, which depend on sizes. Raises RuntimeError if
-    NVRTC is not of ``version``.
+    Includes the kernels for pieces of variable-size payloads, whose launches depend on sizes.
+    Raises RuntimeError if NVRTC is not of ``version``.
     """
     loaded = ".".join(map(str, images.compiler()[0]))
     if version and not f"{version}.".startswith(f"{loaded}."):

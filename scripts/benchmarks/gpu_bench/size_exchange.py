@@ -39,7 +39,7 @@ NUMEL = 1 << 26
 
 @dataclass(frozen=True)
 class Choice:
-    """Both codecs of ``auto`` for a bound; bits saved and seconds added by radix are per value."""
+    """The two codecs of ``auto`` for a bound; radix' saved bits and added seconds, per value."""
 
     bound: float
     fixed: str
@@ -48,7 +48,7 @@ class Choice:
     slower_s: float
 
     def break_even(self, cost_s: float, gbps: float) -> float | None:
-        """Return the number of values above which variable size wins at ``gbps`` GB/s, or None."""
+        """Return the values per exchange above which radix wins at ``gbps`` GB/s; None if never."""
         gain = self.saved_bits / 8 / (gbps * 1e9) - self.slower_s
         return cost_s / gain if gain > 0 else None
 
@@ -78,7 +78,7 @@ def _exchange(words: Tensor) -> float:
 
 
 def candidates() -> Iterator[tuple[float, Codec, Codec]]:
-    """Return ``(bound, fixed size, variable size)`` where ``auto`` has both for fp16."""
+    """Yield ``(bound, fixed size, variable size)`` of bounds whose ``auto`` has two fp16 codecs."""
     for bound in BOUNDS:
         codec = Bounded(bound)
         small, large = (
@@ -115,7 +115,7 @@ def _times(bench: Bench, codec: Codec, values: Tensor) -> tuple[float, int]:
 
 
 def lines(cost_s: float, found: Sequence[Choice]) -> list[str]:
-    """Describe the cost, and the message length from which each choice is worth it."""
+    """Describe the cost, and for each choice the message length from which radix pays off."""
     said = [f"an exchange of sizes in a group of one rank (no link) takes {cost_s * 1e6:.0f} us"]
     for choice in found:
         ends = []
@@ -143,6 +143,6 @@ def facts(cost_s: float, found: Sequence[Choice]) -> dict[str, Any]:
 
 
 def measured(bench: Bench) -> Measured:
-    """Measure both on the current GPU."""
+    """Measure the size exchange and every candidate on the current GPU."""
     device = torch.device("cuda", cuda.current_device())
     return cost(device), choices(bench, device)

@@ -1,4 +1,4 @@
-"""Targets of the kernels: a share of a device copy, and no comparable peer ahead."""
+"""Targets of the kernels: a minimum share of a device copy, and no comparable peer faster."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ MB = 1 << 20
 MESSAGE_NBYTES = 256 * MB
 #: a shorter message, whose share may be lower by SLACK
 SHORTER_NBYTES, SLACK = 64 * MB, 0.1
-#: our share over cuZFP's, whose published GB/s of fp32 values on an A100 (2039 GB/s, of which a
-#: copy reaches 90 %) count a quarter more for the written payload, as at 8 bits:
+#: minimum of our share over cuZFP's. cuZFP's share is its published GB/s of fp32 values on an A100,
+#: times 1.25 to count the written payload (8 bits), over a copy's speed, 90 % of 2039 GB/s. Source:
 #: https://github.com/llnl/zfp/issues/144 (comment of 2023-09-20)
 TIMES_CUZFP = 5.0
 CUZFP_SHARES = {phase: g * 1.25 / (0.9 * 2039) for phase, g in (("encode", 180), ("decode", 130))}
 #: differences below this count as noise: medians of two runs differ by as much
 NOISE = 0.02
 ALL = ("fp32", "bf16", "fp16")
-#: for a message of 1 MB: host microseconds, and our launches' time over that of their CUDA graph
+#: for a message of 1 MB: maximum host microseconds; minimum share over that of the CUDA graph
 HOST_US, OF_GRAPH = 60.0, 0.5
 PATH = "all_reduce path"
 
@@ -126,7 +126,7 @@ def _speaks_of(point: Point, target: Target) -> bool:
 
 
 def missed(points: Sequence[Point], *, all_of_them: bool = True) -> list[str]:
-    """Return a line for each target that was missed or not measured for its message."""
+    """Return a line for each target that was missed or not measured at its message size."""
     lines = []
     for point in points:
         if below(point):
@@ -147,7 +147,7 @@ def missed(points: Sequence[Point], *, all_of_them: bool = True) -> list[str]:
 
 
 def behind(points: Sequence[Point]) -> list[str]:
-    """Yield a line for each comparable peer ahead of ours at the targets' message size."""
+    """Return a line for each comparable peer that beats our codec at MESSAGE_NBYTES."""
     found = {(p.subject, p.phase, p.dtype): p for p in points if p.message_nbytes == MESSAGE_NBYTES}
     lines = []
     for (subject, phase, dtype), mine in found.items():
@@ -159,7 +159,7 @@ def behind(points: Sequence[Point]) -> list[str]:
 
 
 def small(points: Sequence[Point]) -> list[str]:
-    """Return a line for each all_reduce of 1 MB that the host limits."""
+    """Return a line for each all_reduce of 1 MB whose speed the host limits."""
     found = {(p.subject, p.dtype, p.phase): p for p in points if p.message_nbytes == MB}
     lines = []
     for (subject, dtype, phase), point in found.items():

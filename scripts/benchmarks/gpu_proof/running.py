@@ -23,7 +23,7 @@ from benchmarks.gpu_proof.steps import Step
 from benchmarks.shared import TIME_IS_UP
 
 ROOT = Path(__file__).resolve().parents[3]
-#: lines shown of a failed step, and the marks of lines shown of a successful one
+#: last lines shown of a failed step; of a successful step, the lines with one of MARKS are shown
 TAIL, MARKS = 12, ("FAILED", "MISSED")
 #: seconds in which a step whose time is up can print its results
 FAREWELL_S = 8.0
@@ -123,7 +123,7 @@ class Running:
         sys.stdout.flush()
 
     def _command(self, step: Step, log: Path, left: float) -> tuple[int, list[str]]:
-        """Run it for at most ``left`` seconds, log its output; return status and lines to show."""
+        """Run and log a step for at most ``left`` seconds; return its status and lines to show."""
         last, marked = deque[str](maxlen=TAIL), deque[str](maxlen=TAIL)
         words = step.words(left)
         with log.open("a") as kept:  # all calls append to the log of a resumed step
@@ -161,7 +161,7 @@ def _groups(todo: Sequence[Step]) -> Iterator[list[Step]]:
 
 
 def end(process: subprocess.Popen[str], late: str = "") -> None:
-    """End the process and its children unless it has ended; ``late``: the step's name."""
+    """End the process and its children unless it has ended; ``late``: step whose time is up."""
     if late:
         print(f"    {late} still runs, and its time is over", flush=True)
         process.send_signal(signal.SIGINT)  # pytest prints its results so far

@@ -47,8 +47,8 @@ ON_CPU = {
     "features": "tests/nccl/test_features.py -k auto",
     "nccl": "tests/nccl/test_split.py",
 }
-#: seconds that a step needs to stop in time, that are worth a start, and that a speed layout needs
-#: to begin (bench_gpu_training.START_S)
+#: seconds: that a step needs to stop in time; of work that is worth a start; that a layout of the
+#: speed benchmark needs to begin (bench_gpu_training.START_S)
 STOPPING_S, LEAST_S, SPEED_S = 45.0, 60.0, 105.0
 BOUND = "of what its bytes allow at least 0.90, auto of the better at least 0.97"
 #: model sizes of the speed benchmark: options, minutes of the first layouts and of each full layout
@@ -63,11 +63,11 @@ class Step:
     """One command; ``shows``: the figures it yields; ``minutes``: its estimated duration.
 
     Attributes:
-        budget: option that limits its seconds, if it can resume in another call; a call with
-            limited time passes at most ``minutes``.
+        budget: option that limits the command's seconds; "" if it cannot resume in another call.
+            A call with limited time passes at most ``minutes``.
         short: more options for a call with limited time.
-        least: fewest seconds worth a start, with ``budget``.
-        beside: steps with the same name run at the same time.
+        least: seconds of work for which a step with ``budget`` is worth a start.
+        beside: name of a group of steps that run in parallel; "" if the step runs alone.
         env: variables of its environment.
         makes: the file that it writes last; if it exists, the step is done.
     """
@@ -85,7 +85,7 @@ class Step:
 
     @property
     def has_data(self) -> bool:
-        """True once the data that its command names exists, which an earlier step makes."""
+        """True if the --data of the command exists, which an earlier step writes."""
         named = [Path(f"{b}_valid.idx") for a, b in pairwise(self.command) if a == "--data"]
         return all(path.exists() for path in named)
 

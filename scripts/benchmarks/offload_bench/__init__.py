@@ -36,7 +36,7 @@ def per_step(rows: dict[str, Any], steps: int) -> dict[str, Any]:
 def summary(
     found: dict[str, Any], engine: Any, arguments: argparse.Namespace, bus: tuple[float, float]
 ) -> dict[str, Any]:
-    """Return the figures of one run, per step; seconds, bytes."""
+    """Return the figures of one run, for its JSON: times, bytes and ratios are per step."""
     seconds = found["seconds"]
     native = statistics.median(seconds["native"])
     variants = {}
@@ -56,8 +56,8 @@ def summary(
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
         "native_ms": native * 1e3, "variants": variants, "turns": len(seconds["native"]),
         "bus_GBps": {"to_device": to_device, "to_host": to_host},
-        # with host accumulation micro-batches travel both ways natively; count all at the slower
-        # speed
+        # native accumulation on the host sends micro-batches in both directions; count all of
+        # them at the slower speed
         "bus_share_of_native": (up / to_device + down / min(bus)) / 1e3 / native,
         "load": os.getloadavg()[0], "threads": torch.get_num_threads(),
     }  # fmt: skip

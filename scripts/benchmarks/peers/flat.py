@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Flat:
-    """Concatenated parameters, padded so that each of ``ranks`` gets an equal share, at least 8.
+    """Concatenated parameters, padded so that ``ranks`` get equal shards, multiples of 8 values.
 
     Vectors are fp32 for all parameter dtypes.
     """

@@ -32,7 +32,7 @@ class Native:
 
 
 class QwZ:
-    """8-bit blocks (ZeRO++, arXiv 2306.10209, section 3.1); the owner decodes its shard too."""
+    """8-bit blocks (ZeRO++, arXiv 2306.10209, section 3.1); owners decode their own shards too."""
 
     def __init__(self, wire: Wire, group: int = 128) -> None:
         self.wire, self.blocks = wire, Blocks(8, group)
@@ -46,8 +46,9 @@ class QwZ:
 class Differences:
     """SDP4Bit's quantization of weight differences (arXiv 2410.15526, section 3.1).
 
-    This rank sends its new weights minus the shared copy at 4 bits, and all ranks add that to the
-    copy. The quantization error is part of the next difference, so it does not accumulate.
+    Every rank keeps an identical copy of all weights. The owner of a shard sends its new weights
+    minus the copy's at 4 bits, and all ranks add this difference to their copies. The next
+    difference contains the quantization error, so the error does not accumulate.
     """
 
     def __init__(self, wire: Wire, weights: Tensor, group: int = 128) -> None:
@@ -55,7 +56,7 @@ class Differences:
         self.copy = weights.clone()
 
     def gather(self, share: Tensor) -> Tensor:
-        """Update the copies and return them."""
+        """Update this rank's copy of all weights and return it."""
         count = len(share)
         rank = dist.get_rank()
         difference = share - self.copy[rank * count : (rank + 1) * count]

@@ -29,7 +29,7 @@ class Native:
 
     what: str  # shown in logs and tables
     source: str
-    #: registers a hook on a DDP model; the second argument is the number of native iterations first
+    #: registers a hook on a DDP model; second argument: native iterations before the hook starts
     hook: Callable[[Any, int], Any] | None = None
     sums: torch.dtype | None = None  # reduce dtype of FSDP2
 
@@ -72,7 +72,7 @@ METHODS: dict[Kind, dict[str, Native]] = {
 def engine_of(
     kind: Kind, method: Native, model: GPT, settings: dict[str, Any], start: int
 ) -> Engine:
-    """Wrap ``model`` in ``kind`` with ``method``; ``start``: native iterations before its hook."""
+    """Wrap ``model`` in ``kind`` with ``method``; ``start``: native iterations before the hook."""
     bucket = BUCKET_MB if method.hook is None else hooks.ONE_BUCKET_MB
     engine = Engine(kind, model, settings, sums=method.sums, bucket_mb=bucket)
     if method.hook is not None:

@@ -96,7 +96,7 @@ class Wire:
 
 
 def _counted(native: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
-    """Wrap ``native``; passes its group size and tensors to ``count`` first."""
+    """Wrap ``native``: pass its group size and tensors to ``count``, then call it."""
 
     def around(*tensors: Any, **named: Any) -> Any:
         shown = [given for given in (*tensors, *named.values()) if isinstance(given, Tensor)]

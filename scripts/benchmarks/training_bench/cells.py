@@ -11,12 +11,12 @@ from typing import Any, Literal
 SCRIPTS = Path(__file__).resolve().parents[2]
 CONFIGS = SCRIPTS.parent / "configs"
 REFERENCE = "native bf16"
-#: layouts without unsharded parameters that a delta could be added to
+#: layouts whose ranks hold no unsharded parameters to which a delta could be added
 NO_DELTAS = ("zero3", "zero3_twice", "hpz", "fsdp2", "hsdp")
 #: prefix of schemes that compress fp32 messages, as in the paper
 FP32 = "fp32 "
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
-#: error feedback on gradients, the rest as in configs/README.md; unused dimensions are dropped
+#: bounds of configs/README.md, error feedback on gradients; unused dimensions are dropped
 BOUND: dict[str, Any] = {
     "dp": {"error_bound": 0.02, "error_feedback": True},
     **{name: {"error_bound": 0.01} for name in ("zero", "tp", "pp")},
@@ -25,7 +25,7 @@ DELTA: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
     "zero": {"codec": "blockint", "bits": 4, "delta": True},
 }
-#: settings of DeepSpeed's compression, ZeRO 3 only, whose kernels need a GPU
+#: settings of DeepSpeed's own compression, which needs ZeRO 3 and a GPU
 ZEROPP: dict[str, dict[str, Any]] = {
     "ZeRO++ qwZ": {"zero_quantized_weights": True},
     "ZeRO++ qgZ": {"zero_quantized_gradients": True},

@@ -25,7 +25,7 @@ from benchmarks.training_bench.spec import Spec
 ROOT = Path(__file__).resolve().parents[3]
 #: modules that the server imports; the second is ours and imports the others if installed
 PRELOAD = ["torch", "benchmarks.training_bench.preloaded"]
-#: prefix of a rank's final log line, which the error message quotes
+#: final lines of a rank's log that are searched for the error to quote
 TAIL = 40
 
 
@@ -140,7 +140,7 @@ class Job:
         return [found[rank] for rank in range(len(self.pipes))]
 
     def why(self) -> str:
-        """Return the error lines of the ranks' logs."""
+        """Return the last error line of the first rank whose log has one, else a last line."""
         found = ""
         for log in self.logs:
             lines = Path(log).read_text(errors="replace").splitlines()[-TAIL:]

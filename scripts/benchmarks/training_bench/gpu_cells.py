@@ -15,13 +15,13 @@ from benchmarks.training_bench.spec import Spec
 #: native with truncated messages: the step time without a wire
 COMPUTE = "compute"
 LOSSLESS = {name: {"codec": "expcode"} for name in ("dp", "zero", "tp", "pp")}
-#: methods that need fp32, or kernels for several GPUs per node
+#: arms that are not measured: training is in bf16
 LEFT_OUT = ("native fp32",)
 #: elements; the default of 500 million would allocate a gigabyte on every rank
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
 #: arms of every layout, before the others
 FIRST = (REFERENCE, COMPUTE, "recommended", "recommended when auto", "bound", "lossless", "delta")
-#: layouts that ranks of one GPU are measured in, the most informative first
+#: layouts measured with all ranks on one GPU, the most informative first
 MEASURED = (
     "zero1", "zero2", "tp2", "pp2", "fsdp2", "ddp", "dp2", "zero3", "dp2pp2", "tp2pp2",
     "asymmetric", "3d", "hpz",

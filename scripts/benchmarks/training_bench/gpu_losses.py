@@ -51,7 +51,7 @@ class Method:
     lr: float
     evaluations: int
     eval_tokens: int
-    #: tokens and digests of the two datasets
+    #: token counts and digests of the training and the held-out dataset
     text: str
 
     @property
@@ -82,14 +82,14 @@ class Method:
 
 @dataclass(frozen=True)
 class Text:
-    """Both datasets' digest, and the held-out tokens."""
+    """Digest of the training and held-out datasets, and the number of held-out tokens."""
 
     digest: str
     valid: int
 
     @classmethod
     def of(cls, data: Path) -> Text:
-        """Read these facts of both datasets. Raises DatasetError."""
+        """Read the two datasets PREFIX_train and PREFIX_valid. Raises DatasetError."""
         train, valid = (
             Samples(IndexedTokens(data.with_name(f"{data.name}_{name}")), 1, 0)
             for name in ("train", "valid")
@@ -115,9 +115,9 @@ class Case:
 
 
 def pairs_of(arms: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Case, ...]]:
-    """List trainings that start together: those of a seed, two at a time.
+    """Yield the trainings that start together: two arms of the same seed.
 
-    The first two arms come first for all seeds.
+    All seeds of the first two arms come before the other arms.
     """
     for start in range(0, len(arms), TOGETHER):
         for seed in seeds:

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.training_bench.gpu_pairs import Pair, pair_of
 
 NAME = "gpu_memory"
-#: its method names and types differ between releases of torch
+#: untyped, since method names and types differ between releases of torch
 _Group: Any = dist.ProcessGroup
 
 
@@ -180,7 +180,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
 
 
 def join(name: str) -> None:
-    """Create such a group as the process's default group; the environment gives the rank."""
+    """Create the process's default group as a GpuMemory; the environment gives the rank."""
     assert name == NAME, name
     with contextlib.suppress(AttributeError):
         dist.Backend.register_backend(

@@ -26,7 +26,7 @@ SLOT_NBYTES = 32 << 20
 PAGE = 4096
 #: seconds that a rank waits for the other, in training and during setup
 PATIENCE_S, SETUP_S = 300.0, 30.0
-#: polls without a pause; later polls pause to leave the core to others, the other rank among them
+#: polls without a pause; later polls pause, since the other rank may need this core
 LOOKS, PAUSE_S = 200, 50e-6
 
 
@@ -88,16 +88,16 @@ class Pair:
 
 
 def told(arguments: Sequence[Any]) -> bytes:
-    """Serialize for the other rank the numbers and handles that rebuild a tensor, as JSON."""
+    """Serialize as JSON the numbers and handles from which the other rank rebuilds a tensor."""
     plain = [a.hex() if isinstance(a, bytes) else a if type(a) is int else None for a in arguments]
     return json.dumps(plain).encode()
 
 
 def heard(message: bytes, own: Sequence[Any]) -> list[Any]:
-    """Return the ``own`` arguments with the other rank's numbers and handles, from ``told``.
+    """Replace the numbers and handles in ``own`` by the other rank's, serialized by ``told``.
 
     Classes and dtypes are taken from ``own``, so no code comes from the store. Raises RuntimeError
-    on anything else.
+    if ``message`` does not match ``own``.
     """
     try:
         return [
@@ -112,9 +112,10 @@ def heard(message: bytes, own: Sequence[Any]) -> list[Any]:
 class DevicePair(Pair):
     """Exchange through slots of GPU memory that both processes map (CUDA IPC).
 
-    1. Copy the input into this rank's slot of the turn, record an event, announce the turn.
-    2. Wait on the host for the other rank's announcement, then on the device for its event.
-    3. Copy from its slot. The turn after next reuses the slot, behind a later event.
+    1. Copy the input into this rank's slot of the turn and record an event.
+    2. Announce the turn. Wait on the host for the other rank's announcement, then on the device for
+       the other rank's event.
+    3. Copy from the other rank's slot. Turns alternate between two slots.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -135,7 +136,7 @@ class DevicePair(Pair):
         self._tells = [CUDA.Event.from_ipc_handle(device, each) for each in (first, second)]
 
     def swap(self, give: Tensor | None, take: Tensor | None) -> None:
-        """Exchange on a side stream, for which the caller's stream waits."""
+        """Exchange on a side stream; the caller's stream waits for the side stream."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -52,7 +52,7 @@ class Seat:
                 self._recorder = Recorder(f"{rest[2]}.{self._rank}.json.gz")
 
     def step(self) -> AbstractContextManager[Any]:
-        """Return a step's context, marked if this turn is recorded."""
+        """Return the context of a step, which marks the step if the profiler records this turn."""
         return nullcontext() if self._recorder is None else self._recorder.step()
 
     def after(self, step: dict[str, float]) -> None:

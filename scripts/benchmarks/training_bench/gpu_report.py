@@ -17,10 +17,10 @@ from benchmarks.training_bench.report import ideal, speed_up
 Record = dict[str, Any]
 #: key of a session's round: records with equal keys are compared
 Round = tuple[str, int]
-#: arms that are compared with the speed that their bytes allow
+#: prefixes of arms in which hybridcomp compresses nothing
 NOT_OURS = ("native", COMPUTE, "peer", "ZeRO++")
-#: minimum share of the speed that the bytes allow, and, for ``auto``, of the faster of native and
-#: compressed
+#: targets: minimum share of the speed that an arm's bytes allow; for ``auto``, minimum share of the
+#: speed of native or compressed, whichever is faster
 SHARE, AUTO_SHARE = 0.90, 0.97
 AUTO, ALWAYS = "recommended when auto", "recommended"
 
@@ -133,7 +133,7 @@ def ours(arm: str) -> bool:
 
 
 def auto_of(rows: Sequence[Record]) -> list[tuple[str, str, float]]:
-    """Return size, layout, and the speed of ``auto`` over the faster of native and compressed."""
+    """Return size, layout, and the speed of ``auto`` over that of the faster fixed choice."""
     found = {(row["size"], row["layout"], row["arm"]): row for row in rows if "failed" not in row}
     return [
         (size, layout, row["speed_up"] / max(1.0, found[size, layout, ALWAYS]["speed_up"]))
@@ -143,7 +143,7 @@ def auto_of(rows: Sequence[Record]) -> list[tuple[str, str, float]]:
 
 
 def page(file: Path) -> str:
-    """Return the tables of all records in ``file``, targets first, marked MISSED where missed."""
+    """Return tables of all records in ``file``: targets, MISSED lines, then each layout's table."""
     rows = rows_of([json.loads(text) for text in file.read_text().splitlines()])
     devices = sorted({name for row in rows for name in row["device"]})
     parts = [f"On {', '.join(devices)}.", "", *verdict(rows), *missed(rows)]
@@ -155,7 +155,7 @@ def page(file: Path) -> str:
 
 
 def _told(rows: Sequence[Record]) -> list[str]:
-    """Return r and the reports of ``auto`` for a layout."""
+    """Return lines with a layout's r and what ``auto`` reported."""
     found = [row for row in rows if "r" in row]
     lines = []
     if found:

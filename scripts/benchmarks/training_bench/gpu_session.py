@@ -20,7 +20,7 @@ from benchmarks.training_bench.forked import Job, JobError
 from benchmarks.training_bench.gpu_cells import COMPUTE, Options, specs_of
 from benchmarks.training_bench.worker import sent_nbytes
 
-#: arms that run their first steps at once: loading libraries and kernels takes 2 core seconds
+#: arms that run their first steps at once, since loading libraries and kernels takes 2 core seconds
 TOGETHER = 3
 
 
@@ -54,7 +54,7 @@ class Plan:
     """Numbers of steps and rounds, for all layouts."""
 
     warm: int  # uncounted steps of an arm's first turn
-    settling: int  # likewise for arms that measure in their first steps
+    settling: int  # instead of ``warm``, for arms that measure in their first steps
     timed: int  # counted steps of a turn, after an uncounted one
     rounds: int
     timeout: float  # seconds for a start or a turn
@@ -73,7 +73,7 @@ class Book:
             file.write(json.dumps(record) + "\n")
 
     def rounds(self, size: str, layout: str, arms: Sequence[str]) -> int:
-        """Count the rounds that these arms ran together, in this and earlier calls."""
+        """Count the rounds in which all of these arms ran together, in this and earlier calls."""
         if not self._path.is_file():
             return 0
         records = (json.loads(text) for text in self._path.read_text().splitlines())
@@ -212,7 +212,7 @@ class Session:
                 self._heard(name, -1, steps, before)
 
     def _turn(self, name: str, number: int, steps: int) -> None:
-        """Run ``steps`` of one arm and drop the first; bytes are those of the interface."""
+        """Run ``steps`` of an arm; record all times but the first, and the bytes sent on ``lo``."""
         owner = REFERENCE if name == COMPUTE else name
         before = sent_nbytes("lo")
         if owner in self._jobs:
@@ -255,7 +255,7 @@ class Session:
 
     @contextmanager
     def _failing(self, name: str) -> Iterator[None]:
-        """Record a JobError of the body, and end that arm."""
+        """Record a JobError that the body raises, and end arm ``name``."""
         try:
             yield
         except JobError as error:

@@ -26,7 +26,7 @@ class Kept:
         self._folder, self._sizes, self._loopback = folder, sizes, loopback
 
     def everything(self) -> list[Record]:
-        """Yield all cells by layout, ratio (unlimited network first), repetition and arm.
+        """Return all cells by layout, ratio (unlimited network first), repetition and arm.
 
         Includes cells with other numbers of steps: eight ranks on few cores run fewer.
         """
@@ -47,7 +47,7 @@ class Kept:
     def missing(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
     ) -> list[Arm]:
-        """Return arms that failed or have no cell with at least as many steps as requested."""
+        """Return the arms to measure: a kept cell counts if it failed or has enough steps."""
 
         def there(arm: Arm) -> bool:
             one = self._one(layout, arm, ratio, repetition)

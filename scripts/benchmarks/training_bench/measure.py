@@ -63,8 +63,8 @@ class Bench:
     ) -> list[dict[str, Any]]:
         """Measure all cells of a layout at every ratio (None: no limit).
 
-        Reuses stored cells and measures the others beside native bf16, as many at once as fit the
-        memory. Raises CellError if native bf16 fails.
+        Reuses stored cells and measures the other arms together with native bf16, as many at once
+        as fit the memory. Raises CellError if native bf16 fails.
         """
         found, begin = [], time.monotonic()
         place = LAYOUTS[layout]
@@ -89,7 +89,7 @@ class Bench:
     def _side_by_side(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
     ) -> list[dict[str, Any]]:
-        """Measure native bf16 and ``arms`` at once; store and return records, also of failures."""
+        """Measure native bf16 and ``arms`` at once; store and return their records or failures."""
         options, began = self.options, time.monotonic()
         busy = machine.wait_until_quiet(options.busy, options.patience, options.force)
         arms, load = [Arm(REFERENCE), *arms], os.getloadavg()[0]
@@ -121,8 +121,8 @@ class Bench:
     ) -> tuple[int | None, list[float], list[list[Steps] | CellError]]:
         """Return bits per second, seconds of native bf16 without a limit, and timed steps per arm.
 
-        On a limited network native bf16 runs twice, one of them without the limit. Its first steps
-        determine the rate; its later steps, taken in turn with the arms, give the actual r.
+        If ``ratio`` limits the network, a second native bf16 training runs without the limit. Its
+        first steps determine the rate; its later steps, in turn with the arms, give the actual r.
         """
         options, place = self.options, LAYOUTS[layout]
         warm, timed = options.sizes.warm, options.sizes.steps

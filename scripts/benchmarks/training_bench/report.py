@@ -1,4 +1,4 @@
-"""Tabulate cells: speed-up over native bf16, its limit by the wire, the share reached."""
+"""Tabulate cells: speed-up over native bf16, the speed-up that bytes allow, share reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Record = dict[str, Any]
 def ideal(ratio: float, saving: float) -> float:
     """Return the speed-up if only bytes change: (1 + r) / (1 + r / saving).
 
-    ``ratio``: communication to compute of native bf16; ``saving``: its bytes over the arm's.
+    ``ratio``: native bf16's communication time over its compute time; ``saving``: native bf16's
+    bytes over the arm's.
     """
     return (1 + ratio) / (1 + ratio / saving) if saving else 1.0
 
@@ -57,7 +58,7 @@ def _figures(own: Sequence[Record]) -> Record:
     }
     row["tokens_per_second"] = own[0]["tokens"] / row["seconds"]
     if row["rate"] and saving:
-        # r and compute as measured in the turns of these cells
+        # r and compute time as measured in the same turns as these cells
         shares = [8 * cell["native_sent"] / cell["rate"] / statistics.median(cell["compute"])
                   for cell in own]  # fmt: skip
         row["r_measured"] = statistics.median(shares)
@@ -68,7 +69,7 @@ def _figures(own: Sequence[Record]) -> Record:
 
 
 def speed_up(pairs: Sequence[float]) -> Record:
-    """Return the median of ratios of a step's native time to its own, and its 95 % interval."""
+    """Return the median of ``pairs``, native time over the arm's, and its 95 % interval."""
     ordered, out = sorted(pairs), outside(len(pairs))
     return {
         "speed_up": statistics.median(ordered), "low": ordered[out], "high": ordered[-1 - out],

@@ -31,9 +31,8 @@ def reduce_scatter(
 ) -> Done | None:  # fmt: skip
     """Add ``values`` (W·n,) of all W ranks and write this rank's n sums into ``output``.
 
-    1. The chunk of rank r starts at rank r + 1 and travels round the ring; every rank adds its
-       values in the dtype of ``values``, as in NCCL's ring.
-    2. It ends at rank r.
+    The chunk of rank r starts at rank r + 1 and travels round the ring to rank r; every rank adds
+    its values in the dtype of ``values``, as in NCCL's ring.
 
     Raises ValueError for operations other than sum and average.
     """
@@ -46,7 +45,7 @@ def reduce_scatter(
     after, before = _member(group, rank + 1), _member(group, rank - 1)
     for step in range(1, ranks):
         arrived = torch.empty_like(carried)
-        # receive first: gloo announces a receive behind queued sends, so the sender would wait
+        # receive first: gloo announces a receive after queued sends, so the sender would wait
         moving = dist.irecv(arrived, before, group=group), dist.isend(carried, after, group=group)
         for one in moving:
             if one is not None:
@@ -57,7 +56,7 @@ def reduce_scatter(
 
 
 def _member(group: Any, rank: int) -> int:
-    """Return the job rank of a group rank, modulo the group's size."""
+    """Return the global rank of group rank ``rank`` modulo the group's size."""
     ranks = dist.get_world_size(group)
     return rank % ranks if group is None else dist.get_global_rank(group, rank % ranks)
 

@@ -34,7 +34,7 @@ class Session:
         self._stack.close()
 
     def start(self, command: list[str]) -> Job:
-        """Start a job, which waits for its first turn; if it fails before that, it is over."""
+        """Start a job, which waits for its first turn; ``over`` if it fails before that."""
         own = Path(self._folder, f"job{len(self._teams)}")
         own.mkdir()
         env = {**environment(str(own)), VARIABLE: self._path}
@@ -47,7 +47,7 @@ class Session:
     def steps(self, job: Job) -> list[Steps]:
         """End a finished job, and return all steps of its ranks.
 
-        Raises CellError if it failed or had steps left.
+        Raises CellError if the job failed or had steps left.
         """
         team = self._teams[id(job)]
         job.step()

@@ -31,7 +31,7 @@ LOOK_S = 0.2  # interval of checks that the other side is alive
 
 
 class Seat:
-    """A rank's end, from the variables of its environment."""
+    """A rank's connection to the benchmark, found through the rank's environment variables."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -51,7 +51,8 @@ class Seat:
 class Job:
     """The benchmark's end of a training: all its ranks, which start with its first turn.
 
-    It is stopped during the turns of others. ``over``: it has ended, successfully or not.
+    The ranks are stopped during the turns of other jobs. ``over``: the training has ended,
+    successfully or not.
     """
 
     def __init__(self, door: socket.socket, team: Team, ranks: int, timeout: float) -> None:
@@ -65,7 +66,7 @@ class Job:
                 break
             seat.settimeout(LOOK_S)
             rank = self._until(functools.partial(seat.recv, MESSAGE_NBYTES), deadline)
-            if not rank:  # b"": it ended
+            if not rank:  # b"": the rank ended
                 break
             seats[int(rank)] = seat
         self._seats = [seats[rank] for rank in sorted(seats)]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))  # gpt
 
 from benchmarks.training_bench import turns
 
-#: a trainer's method: itself and the batches to the loss
+#: a trainer's ``step``: (trainer, batches) -> loss
 Step = Callable[..., float]
 
 
@@ -37,8 +37,8 @@ def sent_nbytes(interface: str) -> int:
 def watched(step: Step, seat: turns.Seat) -> Step:
     """Wrap ``step`` of a trainer: wait for a turn, and report its seconds, bytes and loss.
 
-    The last turn ends with its step too: a rank that exits early would take the core from the ranks
-    that still step.
+    The last turn, too, ends with its step: a rank that exits early would take the core from the
+    ranks that still step.
     """
     interface, begun = os.environ.get("GLOO_SOCKET_IFNAME", "lo"), False
 

@@ -65,7 +65,7 @@ def _lane(ranks: Sequence[Lanes], name: str, steps: int) -> dict[str, float]:
 
 
 def reached(turns: dict[str, Figures], names: tuple[str, str, str], saving: float) -> float:
-    """Return the share of the allowed speed in unprofiled steps; arguments as ``missing``."""
+    """Return the share of the allowed speed that unprofiled steps reach; see ``missing``."""
     native, compute, own = (turns[name]["ms"] for name in names)
     return float((compute + (native - compute) / saving) / own)
 
@@ -76,7 +76,7 @@ def missing(arms: dict[str, Figures], names: tuple[str, str, str], saving: float
     Args:
         arms: figures by arm.
         names: native, native without a wire, compressed.
-        saving: bytes of native over those of the compressed arm.
+        saving: native bytes over the compressed arm's bytes.
 
     The allowed time is the time of the arm without a wire, plus the native arm's excess divided
     by ``saving``. Each cause is computed in the same way, so their sum is the missing time.

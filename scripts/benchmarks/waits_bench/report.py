@@ -13,7 +13,7 @@ from benchmarks.waits_bench.causes import CAUSES
 from benchmarks.waits_bench.lanes import CODEC, COPIES, WIRE
 
 Figures = dict[str, Any]
-#: share of a step below which the table omits a cause
+#: milliseconds of a step below which the table omits a cause
 LEAST_MS = 0.005
 
 
@@ -83,7 +83,7 @@ def _named(name: str) -> str:
 
 
 def write(found: Figures, path: Path) -> None:
-    """Write the figures as JSON with three decimals, and the page beside it."""
+    """Write the figures to ``path`` as JSON with three decimals, and the page to a .md file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_rounded(found), indent=1) + "\n")
     path.with_suffix(".md").write_text(page(found) + "\n")

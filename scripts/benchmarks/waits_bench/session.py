@@ -24,7 +24,7 @@ ENDLESS = 10**6
 
 @dataclass(frozen=True)
 class Turns:
-    """Numbers of steps: before the turns, and in a turn after its uncounted first step."""
+    """Numbers of steps: ``warm`` before all turns; ``steps`` per turn, after an uncounted one."""
 
     warm: int
     settling: int  # instead of ``warm``, for arms that measure in their first steps
@@ -36,15 +36,16 @@ def record(
     context: ForkServerContext, options: Options, turns: Turns, layout: str, arms: Sequence[Arm],
     folder: Path,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Record the arms of a layout, ``COMPUTE`` among them, which run together and take turns.
+    """Record a layout's arms, including ``COMPUTE``; the arms run together and take turns.
 
-    Returns by arm the names of its ranks' traces in ``folder``, milliseconds per step and per
-    recorded step, and MB per step over all ranks. Raises JobError if a rank ends or times out.
+    Returns for each arm the names of its ranks' traces in ``folder``, milliseconds per unprofiled
+    and per recorded step, and MB per step over all ranks. Raises JobError if a rank ends or times
+    out.
     """
     began, jobs = time.monotonic(), dict[str, Job]()
     try:
         for arm in arms:
-            if arm.name != COMPUTE:  # the native arm's ranks run it too
+            if arm.name != COMPUTE:  # the native arm's ranks also run COMPUTE
                 specs = specs_of(layout, arm, ENDLESS, one_gpu.free_port(), options)
                 jobs[arm.name] = Job.start(context, specs, turns.timeout)
         for name, job in jobs.items():

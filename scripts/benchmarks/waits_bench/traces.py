@@ -20,7 +20,7 @@ Event = dict[str, Any]
 STEP = f"{PREFIX}step "
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
-#: host spans that show its activity
+#: categories of host spans that show the host's activity
 HOST = ("cpu_op", "user_annotation", *CALLS)
 #: what Kineto records with a message's kernel: its group, and the two ranks of a pair
 GROUP, PAIR = ("Process Group Name", "Process Group Ranks"), ("Src Rank", "Dst Rank")

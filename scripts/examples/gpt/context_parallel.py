@@ -1,9 +1,9 @@
 """Shard the example's sequences over ranks by hybridcomp's ring attention. Used from --cp 2 on.
 
 Ranks that share a sequence are consecutive data-parallel ranks of the engine, which averages their
-gradients as usual: every rank has the mean loss of equally many tokens. Engines need no change, so
-it combines with --tp, --pp and both of torch's engines. This part of the example needs hybridcomp,
-as no upstream has attention over ranks.
+gradients as usual: every rank's loss is the mean over equally many tokens. Engines need no change,
+so --cp combines with --tp, --pp and both of torch's engines. This part of the example needs
+hybridcomp, as no upstream has attention over ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def start(cp: int, tp: int, pp: int) -> None:
 
 
 def attention() -> RingAttention:
-    """Return causal attention (B, H, T, D) over the keys of all ranks of this rank's group."""
+    """Return causal attention (B, H, T, D) over sequences sharded over this rank's group."""
     return RingAttention(_Made.group)
 
 

@@ -51,9 +51,9 @@ def has_bf16(settings: dict[str, Any]) -> bool:
 
 
 def report_beside(settings: dict[str, Any], log: Path | None) -> None:
-    """Make the block's ledger write a file beside ``log``, where ``hybridcomp compare`` looks.
+    """Make the block's ledger write to ``log``'s folder, where ``hybridcomp compare`` looks.
 
-    Changes the block in ``settings`` unless it sets a file or null.
+    Changes the block in ``settings`` unless the block sets a file or null.
     """
     block = settings.get("compression")
     if log is not None and isinstance(block, dict) and block:

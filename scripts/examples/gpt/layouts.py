@@ -43,7 +43,7 @@ def lay_out(tp: int, pp: int, tp2d: int = 1, cp: int = 1) -> Any:
 
 
 def mesh_of(tp2d: int, others: int) -> Any:
-    """Return DeepSpeed's topology of --tp2d, and its mesh. Raises ParallelismError.
+    """Return DeepSpeed's topology for --tp2d, and the mesh. Raises ParallelismError.
 
     ``others``: ranks of --tp, --pp and --cp.
     """

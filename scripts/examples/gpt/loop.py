@@ -19,9 +19,9 @@ from torch import Tensor
 from gpt.data import Batch, Samples, Share
 from gpt.weights import ModelConfig
 
-#: final steps that the final loss averages
+#: number of final steps whose mean loss is the final loss
 LAST = 20
-#: first steps, which the speed leaves out
+#: number of first steps that do not count for the speed
 WARM_UP = 3
 #: settings that define the model, independent of its layout
 SAME_MODEL = ("vocabulary", "layers", "width", "heads", "norm", "tied")
@@ -46,7 +46,7 @@ class Trainer(Protocol):
         """Make one optimizer step; return the loss, averaged over micro-batches and replicas."""
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
-        """Return the loss of one global batch, averaged in the same way. Changes nothing."""
+        """Return the loss of one global batch, averaged as in ``step``; train nothing."""
 
 
 class PlainTrainer:
@@ -279,7 +279,7 @@ def load(engine: Any, folder: Path) -> tuple[int, int]:
 
 
 def _monitor(trainer: Trainer, record: dict[str, Any]) -> None:
-    """Send DeepSpeed's monitors (W&B, tensorboard, csv) the record of a step under its names."""
+    """Send a step's MONITORED entries to DeepSpeed's monitors (W&B, tensorboard, csv)."""
     engine = trainer.engine
     if not engine.monitor.enabled:
         return
@@ -292,9 +292,10 @@ def open_log(
     path: Path | None, header: dict[str, Any], samples: Samples, config: ModelConfig,
     settings: dict[str, Any], start: int = 0,
 ) -> Log:  # fmt: skip
-    """Print ``header``; open rank 0's log and the W&B run that DeepSpeed started with it.
+    """Print ``header`` and write it to the log, both on rank 0 only; return the log.
 
-    They also get the entries that compared runs must share, and DeepSpeed's file.
+    The log and the W&B run that DeepSpeed started, if any, get ``header`` plus the entries that
+    compared runs must share and the contents of the DeepSpeed file.
     """
     first = dist.get_rank() == 0
     if first:

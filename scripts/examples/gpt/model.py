@@ -217,7 +217,7 @@ def join(layers: Iterable[Any], config: ModelConfig) -> None:
 
 
 def _module(blocks: Sequence[int]) -> Any:
-    """Return the module class: upstream's, which does not support user-defined stages."""
+    """Return PipelineModule; with ``blocks`` a subclass, since PipelineModule lacks such stages."""
     from deepspeed.pipe import PipelineModule
 
     if not blocks:
@@ -235,7 +235,7 @@ def _module(blocks: Sequence[int]) -> Any:
 
 
 def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return this model's ``lm_loss`` of its logits."""
+    """Return the ``lm_loss`` that fits this model's sharding of the logits."""
     found: Callable[[Tensor, Tensor], Tensor] = _vocabulary(config).lm_loss
     if config.tp2d > 1:
         found = functools.partial(_vocabulary(config).lm_loss, vocabulary=config.vocabulary)
@@ -250,7 +250,7 @@ def kinds(config: ModelConfig) -> list[type[nn.Module]]:
 
 
 def _vocabulary(config: ModelConfig) -> Any:
-    """Return the module with this model's Embedding, Output, project and lm_loss."""
+    """Return the Python module with this model's Embedding, Output, project and lm_loss."""
     if config.tp2d > 1:
         return mesh()
     return sys.modules[__name__] if config.tp == 1 else megatron()

@@ -51,7 +51,7 @@ def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Return the norm of ``config``, NVIDIA apex's if installed and on a GPU."""
+    """Return the norm of ``config``: NVIDIA apex's, if apex is installed and there is a GPU."""
     if config.tp2d > 1:
         cut: nn.Module = mesh().norm(config)
         return cut

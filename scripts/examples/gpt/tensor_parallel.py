@@ -30,9 +30,8 @@ Fill = Callable[[Tensor], None]
 def start(tp: int, pp: int) -> Any:
     """Create megatron-core's groups, and DeepSpeed's topology over the same ranks.
 
-    Raises ValueError if the number of ranks does not fit. In both, tensor ranks vary fastest, then
-    data, then stages: Megatron's default order "tp-cp-ep-dp-pp", DeepSpeed's axes pipe, data,
-    model.
+    Raises ValueError if the number of ranks does not fit. Megatron's default order "tp-cp-ep-dp-pp"
+    and DeepSpeed's axes pipe, data, model agree: tensor ranks vary fastest, then data, then stages.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp

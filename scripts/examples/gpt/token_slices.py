@@ -42,9 +42,9 @@ class Layers(nn.Module):
 
 
 def build(config: ModelConfig, arguments: argparse.Namespace, topology: Any) -> tuple[Any, Any]:
-    """Build this rank's stage, with unsliced sequences for now, and DeepSpeed's grid.
+    """Return this rank's stage, with sequences unsliced until ``cut_tokens``, and DeepSpeed's grid.
 
-    ``topology``: DeepSpeed's with --tp, else None.
+    ``topology``: DeepSpeed's topology with --tp, else None.
     """
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 

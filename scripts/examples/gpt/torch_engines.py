@@ -57,7 +57,7 @@ class Engine:
         """Wrap ``model``, on its device, in ``kind``; optimizer and schedule from ``settings``.
 
         Args:
-            kind: the engine; hsdp is FSDP2 inside a node, with replicas on the others.
+            kind: the engine; hsdp: FSDP2 shards inside each node, nodes are replicas.
             model: fp32.
             settings: contents of a DeepSpeed file; ``"sharding"``: the module that a plan wrote.
             sums: reduce dtype of FSDP2; None for fp32.

@@ -25,7 +25,7 @@ _meshes: list[tp2d.Mesh] = []
 def start(q: int) -> Any:
     """Create this rank's mesh, and DeepSpeed's topology over the same ranks.
 
-    In both, ranks of a mesh vary fastest, then replicas.
+    In the mesh and the topology, ranks of a mesh vary fastest, then replicas.
     """
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 

@@ -26,7 +26,7 @@ class ModelConfig:
     tp: int = 1  # ranks over which megatron-core shards the layers
     tp2d: int = 1  # side of the mesh over which hybridcomp shards the layers
     cp: int = 1  # ranks over which hybridcomp's ring attention shards sequences
-    #: segments of blocks, from 0: recomputed in the backward pass, keeping only the first input
+    #: (first, stop) blocks, from 0, of each segment that backward recomputes from its input
     recompute: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-#: the first optimizer and a decorator of Muon import torch's compiler, 1.3 s each
+#: includes torch's compiler, which the first optimizer and a decorator of Muon import, 1.3 s each
 SERVER = (
     "torch",
     "torch._dynamo",

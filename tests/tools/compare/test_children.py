@@ -66,7 +66,7 @@ def test_a_signal_to_the_study_alone_ends_all(tmp_path: Path, number: signal.Sig
 
 def test_status_output_and_variables(tmp_path: Path) -> None:
     before, output = signal.getsignal(signal.SIGTERM), tmp_path / "output.txt"
-    program = "import os, sys; print(os.environ['NAME']); sys.exit('odd')"
+    program = "import os, sys; print(os.environ['NAME'], flush=True); sys.exit('odd')"
     assert run_logged([sys.executable, "-c", program], output, {"NAME": "value"}) == 1
     assert output.read_text().split() == ["value", "odd"]
     assert signal.getsignal(signal.SIGTERM) is before

@@ -1,10 +1,10 @@
 """Cut a chain of layers into pipeline stages, on devices that may differ.
 
 One step of 1F1B with M micro-batches takes ``sum of the stages + (M - 1) * slowest stage``. Plain
-balance, as in PipeDream (Narayanan et al. 2019), minimizes only the slowest; with few micro-batches
-the sum counts as well, and unequal devices (HetPipe, Park et al. 2020) change it. So the dynamic
-program keeps, for every number of layers placed, the Pareto frontier of (slowest, sum), which makes
-the result exact for any M.
+balance, as in PipeDream (Narayanan et al. 2019), minimizes only the slowest stage; with few
+micro-batches the sum counts as well, and it depends on the cut if devices are unequal (HetPipe,
+Park et al. 2020). So the dynamic program keeps, for every number of layers placed, the Pareto
+frontier of (slowest, sum), which makes the result exact for any M.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ChainLayer:
 
     seconds: forward and backward of one micro-batch on a device of speed 1.
     nbytes: parameters, gradients and optimizer state, and residuals that belong to them.
-    activation_nbytes: kept here by one micro-batch in flight.
-    send_seconds, receive_seconds: if the chain is cut behind this layer, time that the messages
-        across the cut take of the stage before it, and of the stage behind it.
+    activation_nbytes: activations that the layer keeps for each micro-batch in flight.
+    send_seconds, receive_seconds: if the chain is cut after this layer, seconds that the messages
+    across the cut cost the earlier stage, and the later stage.
     """
 
     seconds: float
@@ -47,12 +47,12 @@ def stage_cuts(
 ) -> tuple[int, ...] | None:
     """Find the fastest cut of ``layers`` into one stage a device, each of at least one layer.
 
-    Returns the first layer behind each stage; None where no cut fits into the devices' memory, or
-    there are fewer layers than devices. Stage s of S runs on ``devices[s]`` and keeps
-    ``min(micro_batches, S - s)`` micro-batches in flight, as 1F1B does.
+    Returns, for each stage, the index after its last layer; None where no cut fits into the
+    devices' memory, or there are fewer layers than devices. Stage s of S runs on ``devices[s]`` and
+    keeps ``min(micro_batches, S - s)`` micro-batches in flight, as 1F1B does.
     """
     stages = len(devices)
-    # of seconds, bytes and activation bytes before each layer
+    # prefix sums of seconds, bytes and activation bytes
     sums = [
         [0.0, *accumulate(getattr(layer, name) for layer in layers)]
         for name in ("seconds", "nbytes", "activation_nbytes")

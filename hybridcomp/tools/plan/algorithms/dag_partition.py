@@ -2,8 +2,9 @@
 
 After Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators" (NeurIPS
 2020): stages that follow each other are differences of nested ideals (sets of nodes that hold all
-predecessors of their nodes), so the best cut is found by dynamic programming over ideals. Their
-number is exponential in the width of the graph, not in its size; a chain of n nodes has n + 1.
+predecessors of their nodes), so dynamic programming over ideals finds the best cut. The number of
+ideals is exponential in the width of the graph, not in its size; a chain of n nodes has n + 1
+ideals.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.algorithms.cuts import Device
 
-#: most ideals of a graph to search: they take seconds of Python and some hundred MB
+#: largest number of ideals to search: so many take seconds of Python and some hundred MB
 MOST_IDEALS = 20_000
 
 
@@ -24,7 +25,7 @@ class Node:
 
     seconds: of one micro-batch on a device of speed 1. nbytes: that the node keeps on its device.
     inputs: indices of the nodes whose outputs it reads, all smaller than its index.
-    send_seconds: to move its output to a later stage; once, however many nodes there read it.
+    send_seconds: to send the node's output to a later stage, once for all nodes that read it there.
     """
 
     seconds: float
@@ -36,7 +37,7 @@ class Node:
 def graph_split(
     nodes: Sequence[Node], devices: Sequence[Device]
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Split ``nodes`` over ``devices``, in that order, so that the slowest stage is fastest.
+    """Split ``nodes`` over ``devices``, in that order; make the slowest stage as fast as possible.
 
     Returns the ascending indices of each stage's nodes; a stage may be empty. None where nothing
     fits into the devices' memory.
@@ -48,7 +49,7 @@ def graph_split(
                 f"node {index}: inputs must be smaller indices, found {node.inputs}"
             )
     ideals = sorted(_ideals(nodes), key=int.bit_count)
-    # (slowest so far, the ideal before) of every ideal that the stages so far can fill
+    # ideal that the stages so far can fill -> (seconds of the slowest stage, ideal before the last)
     reached: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for device in devices:
         reached.append(_grown(nodes, ideals, reached[-1], device))
@@ -88,7 +89,7 @@ def _grown(
     states: dict[int, tuple[float, int]],
     device: Device,
 ) -> dict[int, tuple[float, int]]:
-    """Add a stage on ``device``; return, by ideal, its slowest stage and the ideal before it."""
+    """Add a stage on ``device``; return ideal -> (slowest stage's seconds, ideal before)."""
     grown: dict[int, tuple[float, int]] = {}
     for before, (slowest, _) in states.items():
         for ideal in ideals:

@@ -1,10 +1,10 @@
 """Choose the layers to recompute in backward, so that a chain fits into memory in the least time.
 
-A chain is cut into segments. A segment either keeps all that its layers' backward needs, or only
-the input of its first layer, and then runs forward once more when backward reaches it (Chen et al.
-2016, with segments of any length; Megatron's "uniform" and "block" recomputation are special
-cases). The dynamic program goes along the chain and keeps the Pareto frontier of (bytes kept, extra
-seconds), so its result is the best of all cuts.
+A chain is cut into segments. A segment either keeps everything that backward needs, or keeps only
+the input of its first layer and runs forward once more when backward reaches it (Chen et al. 2016,
+with segments of any length; Megatron's "uniform" and "block" recomputation are special cases). The
+dynamic program goes along the chain and keeps the Pareto frontier of (bytes kept, extra seconds),
+so it finds the best of all cuts into segments.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from hybridcomp.tools.plan.algorithms.frontier import Linked, Point, frontier, l
 
 @dataclass(frozen=True)
 class Stored:
-    """One layer: seconds of its forward, bytes that its backward needs, bytes of its input alone.
+    """One layer of the chain.
 
-    work_nbytes: workspace of its backward, allocated while that runs.
+    forward_seconds: of its forward pass. nbytes: that its backward pass needs. input_nbytes: of its
+    input alone. work_nbytes: workspace that is allocated during its backward pass.
     """
 
     forward_seconds: float
@@ -42,7 +43,7 @@ def cheapest_recomputation(
         recomputed = extra = 0.0
         for start in reversed(range(stop)):
             first = layers[start]
-            # what backward frees last is kept below the peak of those behind it
+            # earlier layers' activations stay allocated during the backward of later layers
             recomputed = first.nbytes + max(first.work_nbytes, recomputed)
             extra += first.forward_seconds
             for point in states[start]:

@@ -17,7 +17,7 @@ from hybridcomp.tools.plan.plan import Plan
 
 #: a step with a relative error above this, outside of its interval, counts as a miss
 STEP_MISS = 0.12
-#: bytes follow from shapes: a run whose bytes differ by more is not the planned one
+#: relative difference in bytes above which a run is not the planned one: bytes follow from shapes
 NBYTES_MISS = 0.02
 
 
@@ -30,7 +30,7 @@ class Compared:
     predicted: float
     limit: float
     unit: str  # unit: "s" or "B"
-    low: float = 0.0  # ends of the predicted interval; 0 for none
+    low: float = 0.0  # ends of the predicted interval; 0: no interval
     high: float = 0.0
 
     @property

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _moved(options: argparse.Namespace, best: Plan, whole: Model, cluster: Cluster) -> str | None:
-    """Return a note on the best layout of the unfrozen model, if it differs from ``best``."""
+    """Return a note on the layout that is best for the unfrozen model, if ``best`` has another."""
     before = _search(options, whole, cluster)
     if not before.plans:
         return f"with nothing frozen there is no plan: {before.reason}"
@@ -114,7 +114,7 @@ def islands(best: Plan, cluster: Cluster, model: Model) -> str | None:
 
 
 def untimed(best: Plan, model: Model, cluster: Cluster, where: Path) -> str | None:
-    """Say which block of ``model`` to measure, where ``best`` counts others by their FLOP."""
+    """Say which block of ``model`` to measure, where ``best`` estimates unmeasured ones by FLOP."""
     layout, blocks = best.layout, [row for row in cluster.kernels if row.kind == "block_forward"]
     cut = layout.innermost * layout.context * layout.slice_count > 1
     if cluster.by_hand or cut or not isinstance(model, Decoder):
@@ -275,7 +275,7 @@ def _nearest(nearest: Nearest) -> str:
 
 
 def own_cuts(names: str, command: Sequence[str]) -> tuple[str, ...]:
-    """Return the layers of hybridcomp.nn that the script builds: named, or in its command."""
+    """Return the layers of hybridcomp.nn that the script builds, by ``names`` or its command."""
     text = " ".join(command)
     asked = {"tp2d": "{mesh}", "slices": "{slices}"}
     named = [name.strip() for name in names.split(",") if name.strip()]

@@ -8,7 +8,7 @@
 ``fsdp2``      ``sharding.py`` with the calls of ``fully_shard``, ``fsdp2.json`` with the batch as
                DeepSpeed writes it, and ``compression.json``.
 
-Beside each of them ``plan.json``, which the block names, and ``start.sh``.
+Every engine also gets ``plan.json``, which the block names, and ``start.sh``.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from hybridcomp.tools.plan.engines import (
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import Plan
 
-#: pinned buffers of a sub-group's length, for reading and writing beside the step; DeepSpeed's
-#: default suffices for neither
+#: pinned buffers of a sub-group's length, for reading and writing during the step; DeepSpeed's
+#: default has too few for either
 BUFFERS = 3 * STATES_AND_GRADIENT
 #: keys of ZeRO 3 in the order of ``Layout.knobs``
 KNOBS = (
@@ -79,7 +79,7 @@ def write(
     plan.write(path)
     config = folder / CONFIGS[plan.engine]
     block: dict[str, Any] = {**_kept(base or {}), "preset": PLANNED, "plan": str(path)}
-    if plan.layout.knobs:  # searched again on the step that DeepSpeed records
+    if plan.layout.knobs:  # the run searches this again, on the trace that DeepSpeed records
         gathered = plan.prediction.memory["gathered"] / 1e9
         block["memory"] = {
             "policy": "planned",
@@ -122,12 +122,12 @@ def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
 
 
 def _host_room(plan: Plan, cluster: Cluster) -> dict[str, float]:
-    """Return the GB of states that a node's host keeps, where the others are on its drive."""
+    """Return the GB of optimizer states that a node's host keeps while the rest is on its drive."""
     if not plan.layout.drive:
         return {}
     ranks = min(cluster.ranks_per_node, plan.layout.ranks)
     own = 2 * FP32 if plan.dtype == "fp32" else 3 * FP32
-    # as the policy counts; one more byte, since its sums of sub-groups are whole numbers
+    # as the policy counts; one byte more, since the policy sums sub-groups in whole bytes
     room = ranks * STATES * plan.prediction.memory["host"] / own
     return {"host_gb": (room + 1) / 1e9} if room else {}
 
@@ -209,7 +209,7 @@ def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, A
 def megatron_arguments(plan: Plan) -> list[str]:
     """Return Megatron's own arguments, one option per line.
 
-    Without quotes, which the shell would leave in the words of ``$(cat FILE)``.
+    The text has no quotes, since the shell would keep them in the words of ``$(cat FILE)``.
     """
     layout = plan.layout
     found = [

@@ -1,4 +1,4 @@
-"""Write what a script under FSDP2 needs of a plan: its mesh, what stays, and when sums cross."""
+"""Write what an FSDP2 script needs of a plan: mesh, resharding, and when sums cross nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from string import Template
 
 from hybridcomp.tools.plan.plan import Plan
 
-#: the module beside ``fsdp2.json``, and what a script takes from it
+#: the module written next to ``fsdp2.json``, and what a script imports from it
 MODULE = "sharding.py"
 HOW = "model = shard(model, model.layers), and syncs(model, last) before every backward pass"
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "None"}

@@ -58,7 +58,8 @@ def draw(
 def draw_links(plan: Plan, nodes: int, ranks: int) -> str:
     """Return as SVG what the ranks of a node send in a step, inside it and to other nodes.
 
-    ``nodes``, ``ranks``: of the cluster. Raises HybridcompError where Jinja is not installed.
+    ``nodes``, ``ranks``: numbers of nodes and ranks of the cluster. Raises HybridcompError where
+    Jinja is not installed.
     """
     told, per_node = plan.prediction, ranks // nodes
     over = [name for name in DIMENSIONS if ROWS[name].between_ranks]
@@ -110,9 +111,9 @@ def _speed(axes: Any, plans: Sequence[Plan], native: Plan | None) -> None:
 
 
 def labels(plans: Sequence[Plan], ends: tuple[float, float]) -> dict[tuple[float, float], str]:
-    """Return the numbers of the plans by place; plans closer than ``NEAR`` share a label.
+    """Return each label's place and plan numbers; plans closer than ``NEAR`` share a label.
 
-    ``ends``: of the two axes.
+    ``ends``: upper ends of the two axes.
     """
     found: dict[tuple[float, float], list[int]] = {}
     for number, plan in enumerate(plans, 1):
@@ -132,7 +133,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _memory(axes: Any, plans: Sequence[Plan], limit: float) -> None:
-    """Plot device memory of the fullest rank by kind, and the limit."""
+    """Plot the device memory, by kind, of the rank that uses most, and the limit."""
     below = [0.0] * len(plans)
     numbers = list(range(1, len(plans) + 1))
     kinds = [kind for kind in MEMORY_KINDS if kind != "host"]

@@ -54,9 +54,9 @@ WIDTH = 110
 def table(plans: Sequence[Plan], native: Plan | None = None) -> list[str]:
     """Format a row for each plan, the fastest first, in aligned columns; below, what is encoded.
 
-    Memory, and bytes sent in a step, are those of the rank with the most; "hidden" is the share of
-    the seconds of messages that does not lengthen the step. ``native``: the first plan's layout
-    without compression, for the last row.
+    Memory, and bytes sent in a step, are those of the rank with the most; "hidden" is the fraction
+    of message seconds that does not lengthen the step. ``native``: the first plan's layout without
+    compression, for the last row.
     """
     named = {str(number): plan for number, plan in enumerate(plans, 1)}
     if native is not None:
@@ -73,9 +73,9 @@ def table(plans: Sequence[Plan], native: Plan | None = None) -> list[str]:
 
 
 def best_of_each(found: Found, cluster: Cluster) -> list[str]:
-    """Format the fastest plan of each way to share the parameters, side by side.
+    """Format the fastest plan of each way to shard the parameters, side by side.
 
-    Bits a parameter of the whole model are those that a node sends to the others in a step.
+    Bits per parameter of the whole model are those that a node sends to other nodes in a step.
     """
     rows = []
     for plan in sorted(found.best, key=lambda plan: plan.prediction.seconds):
@@ -114,9 +114,9 @@ def _hidden(plan: Plan) -> str:
 
 
 def reasons(first: Plan, second: Plan) -> list[str]:
-    """Return why ``first`` beats ``second``: a sentence for each part that differs.
+    """Return why ``first`` beats ``second``: a sentence for each part of the step that differs.
 
-    The largest difference comes first, also where it is the second plan's gain.
+    The largest difference comes first, even if ``second`` is faster in that part.
     """
     mine, theirs = first.prediction, second.prediction
     gain = theirs.seconds / mine.seconds - 1
@@ -136,7 +136,7 @@ def reasons(first: Plan, second: Plan) -> list[str]:
 
 
 def _parts(first: Plan, second: Plan) -> Iterator[tuple[float, str]]:
-    """Yield, by part of the step, the seconds that ``first`` gains (negative: loses)."""
+    """Yield each part of the step with the seconds that ``first`` gains in it (negative: loses)."""
     mine, theirs = first.prediction, second.prediction
     for name in DIMENSIONS:
         own, other = mine.exposed.get(name, 0.0), theirs.exposed.get(name, 0.0)
@@ -198,7 +198,7 @@ def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
 
 
 def _tiers(layout: Layout) -> Iterator[str]:
-    """Yield how ZeRO 3 divides the memory of a device, where that was searched."""
+    """Yield how ZeRO 3 divides a device's memory, if the search chose that."""
     if layout.knobs:
         prefetch, live, reuse = layout.knobs
         yield (
@@ -245,7 +245,7 @@ def answer(found: Found, cluster: Cluster) -> Iterator[str]:
 
 
 def ruled_out(refused: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line for each reason, most layouts first; joins reasons that differ in a number."""
+    """Yield a line per reason, most frequent first; joins reasons that differ in a number only."""
     counts: dict[tuple[str, str], int] = {}
     numbers: dict[tuple[str, str], list[str]] = {}
     for why, count in refused.items():

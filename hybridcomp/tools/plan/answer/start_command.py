@@ -1,4 +1,4 @@
-"""Write the command that starts a plan: the launcher's, or the user's with its places filled in."""
+"""Write the command that starts a plan: a launcher's, or the user's with placeholders filled in."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CONFIGS = {
 BLOCK_FILE = "compression.json"
 #: engines whose files hold no block: it is in ``BLOCK_FILE``
 BESIDE = ("megatron", "fsdp2")
-#: port of a launcher where no free one is searched for: torch's default
+#: the launcher's port if no free port is searched for: torch's default
 PORT = "29500"
-#: where nodes meet: without it torchrun makes each of them the first
+#: address at which nodes meet: without it torchrun takes each node for the first
 FIRST = "${HOST:?start on every node with HOST=, the first}"
 MEETING = f' --rdzv-backend c10d --rdzv-endpoint "{FIRST}:{PORT}"'
 #: placeholder where the user has not named the script to start
 SCRIPT = "SCRIPT"
-#: folder of the drive where the user's own file names none
+#: folder of the drive, if the user's own file names no folder
 NVME_PATH = "/local_nvme"
 
 
 def write_script(path: Path, lines: Sequence[str]) -> None:
-    """Write an executable script for the shell, with paths that are no UTF-8 as they are."""
+    """Write an executable shell script; paths that are not UTF-8 keep their bytes."""
     text = "\n".join(["#!/bin/sh", *lines, ""])
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     path.chmod(0o755)
@@ -61,7 +61,7 @@ def nodes_of(plan: Plan, cluster: Cluster) -> int:
 
 
 def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
-    """Return the command that starts ``plan``, with a place for the user's script."""
+    """Return the command that starts ``plan``, with a placeholder for the user's script."""
     config = shlex.quote(str((folder / CONFIGS[plan.engine]).resolve()))
     nodes, per_node = nodes_of(plan, cluster), min(cluster.ranks_per_node, plan.layout.ranks)
     if plan.engine == "neox":
@@ -136,7 +136,7 @@ def nvme_path(base: Mapping[str, Any]) -> str:
 
 
 def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
-    """Map each place of a user's command, a name in braces, to the plan's value."""
+    """Map each placeholder of a user's command, a name in braces, to the plan's value."""
     layout = plan.layout
     names = ("tensor", "stages", "virtual", "data", "context", "expert", "zero_stage",
              "micro_batch", "accumulation", "mesh", "context_way")  # fmt: skip
@@ -162,7 +162,7 @@ def filled(command: Sequence[str], plan: Plan, cluster: Cluster, folder: Path) -
 
 
 def unknown_places(plan: Plan, command: Sequence[str], cluster: Cluster) -> str:
-    """Name words in braces in ``command`` that are no place, in a sentence; "" for none."""
+    """Name, in a sentence, words in braces in ``command`` that are no placeholder; "" if none."""
     known = [*places(plan, cluster, Path()), "{folder}", "{port}"]
     found = dict.fromkeys(re.findall(r"\{[a-z_]+\}", " ".join(command)))
     left = [place for place in found if place not in known]

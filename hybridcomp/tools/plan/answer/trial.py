@@ -50,7 +50,7 @@ class TriedPlan:
 
 
 def check_command(command: Sequence[str], plans: Sequence[Plan]) -> None:
-    """Raise ConfigError where the plans differ in a field that ``command`` has no place for."""
+    """Raise ConfigError if the plans differ in a field for which ``command`` has no placeholder."""
     if not command:
         raise ConfigError("--try", "no command", NO_COMMAND)
     text = " ".join(command)

@@ -4,11 +4,12 @@
 and ``p2p.send`` and ``p2p.recv`` block. Two things follow that no other engine has:
 
 * a stage sends an activation after it has received the gradient that its next pass needs, not right
-  after the pass that made it: the two directions between a pair of stages are serialized, and
-  nothing hides them;
-* a message is transferred once both ends have called (gloo writes nothing before the receiver has
-  asked, NCCL's kernels wait for each other). The receiver returns when all bytes have arrived, the
-  sender when the last byte is in a buffer of its system, which is measured (``Timing.returned``).
+  after the pass that made it: the two directions between a pair of stages are serialized, and no
+  compute hides them;
+* a message is transferred once sender and receiver have both called (gloo writes nothing before the
+  receiver has asked, NCCL's kernels wait for each other). The receiver returns when all bytes have
+  arrived, the sender when the last byte is in a buffer of its system, which is measured
+  (``Timing.returned``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hybridcomp.tools.plan.layout import Layout
 
 
 class Move(NamedTuple):
-    """One instruction of a stage: a pass, or its part in a message.
+    """One instruction of a stage: run a pass, or send or receive a message.
 
     pass_: the pass itself, or the pass whose result the message carries.
     """
@@ -89,14 +90,14 @@ def last_ends(
     micro_batches: int,
     tasks: list[Task] | None = None,
 ) -> list[float]:
-    """Return when each stage has done its passes and the reduction behind them.
+    """Return when each stage has finished its passes and the reduction that follows.
 
     Appends passes, sends and reductions to ``tasks``.
     """
     stages = layout.stages
     rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
     places, ready = [0] * stages, [0.0] * stages
-    # when each end of a message has called its send or receive
+    # when the sender and the receiver of each message have made their call
     here: dict[tuple[str, StageMessage], float] = {}
     links: dict[tuple[int, bool], float] = {}  # when each link becomes free
     left = sum(map(len, rows))
@@ -147,7 +148,7 @@ def _sent(message: StageMessage, start: float, end: float) -> Task:
 
 
 def _reductions(own: StageTimes, stage: int, start: float) -> list[Task]:
-    """Return the link's and the device's part of the reduction that begins at ``start``."""
+    """Return the link's task and the device's task of the reduction that begins at ``start``."""
     gone = start + _reduced(own)
     return [
         Task("reduce", stage, 0, 0, f"replicas {stage}", start, gone),

@@ -1,4 +1,4 @@
-"""Calibrate a job's engine overhead: price the cluster's small trainings, compare with measured."""
+"""Calibrate a job's engine overhead: compare predicted and measured seconds of small trainings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.tools.plan.request import Batch, SearchLimits
 
 
 def calibrated(job: PlannedJob) -> PlannedJob:
-    """Return ``job`` with overheads of its engine's small trainings; unchanged without any."""
+    """Return ``job`` with overheads from its engine's small trainings; unchanged without any."""
     rows = [row for row in job.cluster.trainings if row.engine == job.limits.engine]
     if not rows:
         return job

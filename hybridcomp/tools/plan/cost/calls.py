@@ -13,11 +13,12 @@ from hybridcomp.tools.plan.machines.rows import Direction, Operation
 class Price:
     """Cost of one message, or of several together, on one rank.
 
-    coding: seconds of the device in encoding and decoding, calls included. wire: seconds of the
-    link between nodes. inside: seconds of the link inside a node, native messages beside an encoded
-    message included; of a copy to or from the host, seconds of the bus and of the host's codec.
-    nbytes, native_nbytes: bytes that this rank sends to others, as sent, and as native messages
-    would be. between_nbytes, between_native_nbytes: the part of both that goes to other nodes.
+    coding: seconds for which the device encodes and decodes, calls included. wire: seconds of the
+    link between nodes. inside: seconds of the link inside a node, including the native messages of
+    an encoded collective in levels; of a copy to or from the host: seconds of the bus and of the
+    host's codec. nbytes: bytes that this rank sends to other ranks. native_nbytes: bytes that it
+    would send natively. between_nbytes, between_native_nbytes: the part of each that goes to other
+    nodes.
     """
 
     coding: Estimate = NOTHING
@@ -67,11 +68,11 @@ class Coded(NamedTuple):
 class EngineCall:
     """A collective or a send as the engine calls it.
 
-    operation: the engine's. encoded_as: the collective that replaces it where it is encoded (a
-    bucket of which every rank keeps only its part is reduce-scattered). numel: values, counted as
-    in ``rows``. ranks, nodes, sites: of its group. levels: those of ``hierarchy``, of which it has
-    as many as its group spans. coded: calls of the codec, where they are not those of its
-    collective. kept: it sends nothing, and decodes what this rank keeps.
+    operation: what the engine calls. encoded_as: the collective that replaces it if it is encoded
+    (a bucket of which every rank keeps only its part is reduce-scattered). numel: number of values,
+    counted as in ``rows``. ranks, nodes, sites: how many the group has or spans. levels: levels of
+    ``hierarchy``; the call uses as many as its group spans. coded: codec calls, if they differ from
+    those of the collective. kept: the call sends nothing, and decodes weights that this rank keeps.
     """
 
     operation: Operation

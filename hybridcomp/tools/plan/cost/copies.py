@@ -3,7 +3,7 @@
 Gradients go to the host (``backward``), updated parameters come back (``forward``). States on a
 drive (``states``) are read and written in each step, sub-group by sub-group. The bytes are those
 that the ledger counts (``patches.ds.offload``). Natively DeepSpeed waits for each copy; encoded
-gradients are decoded behind the last backward pass, unless the device is a CPU.
+gradients are copied and decoded during the last backward pass, unless the device is a CPU.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing import Literal, NamedTuple
 
 from hybridcomp.tools.plan.layout import Layout
 
-#: bytes of a value of the master weights' gradients, which lie on the host
+#: bytes per value of the master weights' gradients, which are on the host
 FP32 = 4.0
-#: values of one payload; longer tensors cross as several (``pinned_receive_buffers``)
+#: values of one payload; longer tensors are copied as several payloads (``pinned_receive_buffers``)
 MOST_NUMEL = 16 * 960 * 1024
-#: bytes of a parameter on a drive: master, two moments and gradient, each way in every step
+#: bytes per parameter that a step reads from a drive, and writes: master, two moments, gradient
 STATES = 16.0
-#: share of these that encoded files have: with masters beside bf16 parameters, and without
+#: fraction of these bytes that encoded files take: with bf16 parameters, and with other parameters
 #: (docs/offload.md, "States on NVMe")
 BESIDE, ALONE = 0.64, 0.72
 
 
 @dataclass(frozen=True)
 class Copying:
-    """Values that cross the bus of one rank, or go to its drive and back, by ``direction``.
+    """Values that one rank copies between device and host, or between host and drive.
 
-    numel: values. nbytes, back_nbytes: bytes that upstream moves for them natively, in this
-    direction and in the other, on average over the ranks. busiest: both of the rank that moves
-    most, for which the others wait; None: the same. ranks: the two ends, as ``policy`` counts them.
+    numel: number of values. nbytes, back_nbytes: bytes that upstream copies natively in
+    ``direction``, and back, as a mean over ranks. busiest: ``(nbytes, back_nbytes)`` of the rank
+    that copies most, for which the other ranks wait; None: equal to the mean. ranks: 2, since
+    ``policy`` counts device and host as ranks.
     """
 
     direction: Literal["to_host", "to_device", "to_drive"]
@@ -45,9 +46,9 @@ class Copying:
 
 
 class Whole(NamedTuple):
-    """Values of the parameters that a rank owns a part of, relative to the values that it owns.
+    """Values in all parameters of which a rank owns a part, divided by the values that it owns.
 
-    mean: over the ranks. most: of the rank with the most.
+    mean: mean over the ranks. most: ratio of the rank with the most.
     """
 
     mean: float = 1.0
@@ -57,10 +58,10 @@ class Whole(NamedTuple):
 def copyings(
     layout: Layout, values: float, width: int, messages: float, whole: Whole
 ) -> tuple[Copying, Copying]:
-    """Return a copy of gradients to the host, one of ``messages``, and one of parameters back.
+    """Return one of ``messages`` gradient copies to the host, and one parameter copy back.
 
     Args:
-        values: number that this rank's optimizer updates.
+        values: number of values that this rank's optimizer updates.
         width: bytes of a value on the device.
         whole: sizes of the parameters that the rank owns a part of (``whole_of``).
     """
@@ -84,16 +85,17 @@ def filing(values: float) -> Copying:
 def gradient_nbytes(
     zero_stage: int, width: int, micro_batches: int, whole: float = 1.0
 ) -> tuple[float, float]:
-    """Return bytes a gradient value that DeepSpeed copies in a step, to the host and back.
+    """Return the bytes per gradient value that DeepSpeed copies in a step, to the host and back.
 
     It keeps sums of micro-batches on the host: each micro-batch fetches the sum so far (at stage 2
     all but the first) and sends the new sum. At the end the sum in fp32 is copied. Stage 1 reduces
-    once a step, and copies only that sum. At stage 2 sums are of all parameters that a rank owns a
-    part of (``async_accumulate_grad_in_cpu_via_gpu``), and ``whole`` is the number of their values
-    for each value that the rank owns (``whole_of``).
+    once a step, and copies only that sum. At stage 2 a rank sums all parameters of which it owns a
+    part (``async_accumulate_grad_in_cpu_via_gpu``); ``whole`` is their number of values, divided by
+    the values that the rank owns (``whole_of``).
 
-    A value of tests/training's model in bf16, whose largest parameter two ranks share (``whole``
-    1.51), both ways together; the ledger of real trainings has the same to the digits shown::
+    Example: bytes per value, both ways together, for the bf16 model of tests/training, whose
+    largest parameter two ranks share (``whole`` 1.51); the ledger of real trainings has the same
+    digits::
 
         micro-batches     1      2      3
         ZeRO 1         4.00   4.00   4.00
@@ -108,13 +110,14 @@ def gradient_nbytes(
 
 
 def whole_of(groups: Iterable[tuple[tuple[float, ...], int]]) -> Whole:
-    """Return the ratio of parameters to the parts of them that a rank owns at ZeRO 1 and 2.
+    """Return ``Whole`` for ZeRO 1 and 2: sizes of whole parameters over the parts that a rank owns.
 
     DeepSpeed concatenates the parameters of an optimizer's group and cuts the flat tensor into
     equal parts; a parameter on a cut belongs to the ranks on both sides.
 
     Args:
-        groups: values of every parameter of a group, in their order, and the ranks that cut it.
+        groups: for each optimizer group, the sizes of its parameters in order, and the number of
+            ranks that shard it.
     """
     owned = mean = most = 0.0
     for sizes, ranks in groups:
@@ -132,7 +135,7 @@ def _held(sizes: tuple[float, ...], ranks: int) -> tuple[float, ...]:
     """Return, for each rank, the size of all parameters that it owns a part of."""
     part, found, start = sum(sizes) / ranks, [0.0] * ranks, 0.0
     for size in sizes:
-        # sums are not exact: a parameter that crosses a cut by their last digits only does not
+        # 1e-9 absorbs rounding: a parameter that ends at a cut must not count as crossing it
         first = min(ranks - 1, int(start / part + 1e-9))
         start += size
         last = max(first, min(ranks, math.ceil(start / part - 1e-9)) - 1)

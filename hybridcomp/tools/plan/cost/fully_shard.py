@@ -1,8 +1,9 @@
 """List the messages of FSDP2 in a step: ``fully_shard`` on every block and on the whole model.
 
-Each micro-batch gathers the parameters of a block before its forward and again before its backward
-pass, those of the root once, and reduces the gradients of each. On an HSDP mesh both stay among the
-ranks that shard a model, and each rank sums its shard with the replicas.
+Each micro-batch gathers a block's parameters before its forward pass and again before its backward
+pass, gathers the root's parameters once, and reduces all gradients. On an HSDP mesh gathers and
+reductions stay among the ranks that shard a model, and each rank all-reduces its shard over the
+replicas.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Layers = tuple[tuple[int, ModelLayer], ...]
 
 
 def wrapped(job: PlannedJob, layers: Layers, values: float) -> list[tuple[float, float]]:
-    """Return values and frozen share of every group of ``fully_shard``, the root's first.
+    """Return the size and frozen fraction of every ``fully_shard`` group, the root's first.
 
-    ``values``: of the whole model, a weight that two layers share counted once.
+    ``values``: number of the whole model's; a weight that two layers share counts once.
     """
     blocks = [
         (layer.parameters + layer.expert_parameters, layer.frozen)
@@ -33,7 +34,7 @@ def wrapped(job: PlannedJob, layers: Layers, values: float) -> list[tuple[float,
 
 
 def gathered_values(job: PlannedJob, layout: Layout, layers: Layers, values: float) -> float:
-    """Return the values at once: the root's, and two blocks, one of them prefetched, or all."""
+    """Return the values gathered at once: root and two blocks (one prefetched), or all."""
     root, *blocks = (size for size, _ in wrapped(job, layers, values))
     return values if layout.stays else root + 2 * max(blocks, default=0.0)
 
@@ -43,7 +44,7 @@ def messages(
 ) -> tuple[list[Item], list[Item]]:
     """Return the reductions of a micro-batch among the ranks that shard, and its gathers."""
     ranks = range(layout.owners)
-    # a mesh encodes between its replicas alone
+    # an HSDP mesh encodes only messages between replicas
     how: Choice | None = NATIVE if layout.shards > 1 else None
     reduces, gathers = [], []
     for place, (size, frozen) in enumerate(wrapped(job, layers, values)):
@@ -57,7 +58,7 @@ def messages(
 
 
 def sums_of_replicas(job: PlannedJob, layout: Layout, layers: Layers, values: float) -> list[Item]:
-    """Return the sums that the replicas of an HSDP mesh make of their shards."""
+    """Return the all-reduces of gradient shards over the replicas of an HSDP mesh."""
     ranks = range(0, layout.data, layout.shards)
     parts = [(1 - frozen) * size / layout.shards for size, frozen in wrapped(job, layers, values)]
     calls = [_call(job, layout, "all_reduce", part, ranks) for part in parts]
@@ -72,7 +73,7 @@ def _call(
 
 
 def mesh_sizes(job: PlannedJob, layout: Layout) -> Iterator[int]:
-    """Yield over how many ranks an HSDP mesh may shard: those of a node, or of several nodes."""
+    """Yield how many ranks may shard a model on an HSDP mesh: the ranks of one or several nodes."""
     nodes, _ = job.groups.of(layout, "replicas")
     if nodes < 2 or layout.data % nodes:
         return

@@ -1,8 +1,8 @@
 """Price ZeRO 3's gathers and its sub-groups by the settings that DeepSpeed has for them.
 
-A pass is simulated as the policy ``memory: planned`` does in a run (``autotune.zero3_moves``), on
-the trace that DeepSpeed would record of the model. In a long trace each layer counts as a single
-module, which never underestimates the room that a step needs.
+This module simulates a pass as the policy ``memory: planned`` does in a run
+(``autotune.zero3_moves``), on the trace that DeepSpeed would record of the model. In a long trace
+it counts each layer as a single module, which never underestimates the memory that a step needs.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from hybridcomp.tools.plan.models.model import ModelLayer
 
 #: values of a parameter that stays gathered (``stage3_param_persistence_threshold``)
 PERSISTENT = 1e5
-#: modules of a trace in which every parameter is one
+#: largest number of modules in a trace in which every parameter counts as a module
 MODULES = 40
-#: sub-groups of a rank's optimizer of which some stay on the device, and DeepSpeed's default size
+#: number of sub-groups if some stay on the device, and DeepSpeed's default sub-group size
 SUB_GROUPS, DEFAULT_SUB_GROUP = 32, 10**9
-#: parts of a model in which room for gathered parameters is counted
+#: the room for gathered parameters is rounded to this fraction of a model's parameters
 ROOMS = 16
 #: DeepSpeed's settings by default, and those of a layout whose gathers are still to be planned
 DEFAULT, TIGHT = Knobs(5 * 10**7, 10**9, 10**9), Knobs(0, 0, 0)
 
-#: values of each parameter of a layer, and the share of them that trains
+#: sizes of a layer's parameters, and the fraction of the layer that trains
 Sizes = tuple[tuple[int, ...], float]
 
 
 class Gathered(NamedTuple):
     """The gathers of a micro-batch.
 
-    times: gathered values, relative to all parameters that are freed after use. peak: values that
-    are present at once, persistent parameters included.
+    times: gathered values, divided by the values of all parameters that are freed after use. peak:
+    most values present at once, persistent parameters included.
     """
 
     times: float
@@ -55,8 +55,8 @@ class Gathered(NamedTuple):
 class ModelPass:
     """Parameters in the order in which a micro-batch uses them.
 
-    layers: their sizes, by layer. recompute: segments of layers that run forward a second time.
-    tied: the first layer's largest parameter is used by the last layer, too.
+    layers: parameter sizes by layer. recompute: segments of layers that run forward a second time.
+    tied: whether the last layer also uses the first layer's largest parameter.
     """
 
     layers: tuple[Sizes, ...]
@@ -84,7 +84,7 @@ class ModelPass:
         return Gathered(moves.gathered / max(1, trace.moved), moves.peak + _resident(trace))
 
     def chosen(self, room: float) -> Knobs | None:
-        """Return the settings that gather least with ``room`` values at once; None: too little."""
+        """Return the settings that gather least within ``room`` values; None: too little room."""
         trace, least = _trace_of(self), _simulated(self, TIGHT).peak
         free = room - _resident(trace)
         if free < least:
@@ -99,19 +99,20 @@ class ModelPass:
         return max(1, math.ceil(sum(_parts(self, ranks)) / SUB_GROUPS))
 
     def on_drive(self, ranks: int, room: float) -> float:
-        """Return the share of states in files if a rank's host keeps the states of ``room`` values.
+        """Return the fraction of states on the drive if the host keeps those of ``room`` values.
 
-        It keeps the first of ``SUB_GROUPS`` sub-groups, as the policy does in a run.
+        The host keeps the first of ``SUB_GROUPS`` sub-groups, as the policy does in a run.
         """
         groups = _sub_groups(self, ranks, self.sub_group(ranks))
         kept = itertools.takewhile(lambda values: values <= room, itertools.accumulate(groups))
         return 1 - max(kept, default=0) / max(1, sum(groups))
 
     def on_host(self, ranks: int, ratio: float, sub_group: int) -> float:
-        """Return the share of a rank's optimizer that steps on the host.
+        """Return the fraction of a rank's parameters whose optimizer steps on the host.
 
-        DeepSpeed closes a sub-group behind the parameter that fills it, and steps the first
-        ``int((1 - ratio) * groups)`` of them on the device. ``sub_group``: 0: its default.
+        DeepSpeed ends a sub-group after the parameter that fills it, and steps the first
+        ``int((1 - ratio) * groups)`` sub-groups on the device. ``sub_group``: size of a sub-group;
+        0: DeepSpeed's default.
         """
         groups = _sub_groups(self, ranks, sub_group or DEFAULT_SUB_GROUP)
         return sum(groups[int((1 - ratio) * len(groups)) :]) / max(1, sum(groups))

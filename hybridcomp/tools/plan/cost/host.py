@@ -1,11 +1,12 @@
-"""Estimate an engine's overhead beside layers and messages, from its small trainings.
+"""Estimate an engine's overhead, in addition to layers and messages, from small trainings.
 
 ``hybridcomp measure`` lets the engine train a few blocks. This module prices the same step by the
 same model as a plan; the difference is the engine's overhead: its hooks and copies for every value,
 its Python for every micro-batch and step, and the cost of codecs in the engine beyond the codecs
 themselves. Native trainings of two sizes show which part grows with the parameters; encoded
 trainings differ from these by work on values, so that a single size is enough. If a training was
-faster than its price, compute hid messages, and ``overlap`` is the share of compute that did.
+faster than its price, compute hid messages, and ``overlap`` is the fraction of compute that hid
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Style = Literal["native", "plain", "feedback"]
 
 
 class Line(NamedTuple):
-    """Seconds of an event: a constant, and an addition for each parameter value."""
+    """Seconds of an event: a constant, plus a term for each parameter value."""
 
     each: float = 0.0
     per_value: float = 0.0
@@ -34,12 +35,12 @@ class Line(NamedTuple):
         return self.each + self.per_value * values
 
     def times(self, factor: float) -> Line:
-        """Return both multiplied by ``factor``."""
+        """Return the line with constant and slope multiplied by ``factor``."""
         return Line(factor * self.each, factor * self.per_value)
 
 
 class Host(NamedTuple):
-    """Overhead of each micro-batch and of each step; the share of compute that hides messages."""
+    """Overhead of each micro-batch and each step; the fraction of compute that hides messages."""
 
     micro: Line = Line()
     step: Line = Line()
@@ -50,7 +51,7 @@ class Host(NamedTuple):
         return Host(self.micro.times(factor), self.step.times(factor), self.overlap)
 
 
-#: the ZeRO stage from which on gradients are reduced behind every micro-batch
+#: lowest ZeRO stage at which gradients are reduced after every micro-batch
 FIRST_IN_PARTS = 2
 #: by ZeRO stage and style
 Hosts = Mapping[tuple[int, Style], Host]
@@ -93,7 +94,7 @@ class OverheadModel:
 
 
 class Taken(NamedTuple):
-    """A training and predicted seconds: of a micro-batch, of the last micro-batch, of compute."""
+    """A training and its predicted seconds: a micro-batch, the last micro-batch, and compute."""
 
     row: TrainedSmall
     micro: float
@@ -129,8 +130,8 @@ def hosts_of(taken: Iterable[Taken]) -> dict[tuple[int, Style], Host]:
 def _evened(taken: Iterable[Taken]) -> list[Taken]:
     """Average the seconds of micro-batches without messages over all styles below ZeRO 2.
 
-    Below ZeRO 2 nothing is sent before the last micro-batch: all styles time the same work there,
-    and their mean has a smaller error than each.
+    Below ZeRO 2 nothing is sent before the last micro-batch: trainings of all styles time the same
+    work there, and the mean has a smaller error than any one of them.
     """
     every = list(taken)
     groups: dict[tuple[int, int], list[Estimate]] = {}
@@ -155,9 +156,9 @@ def least(hosts: Iterable[Host]) -> Host:
 
 
 def nearest(hosts: Hosts, zero_stage: int, style: Style) -> Host:
-    """Return the overhead of a ZeRO stage and style, or of the nearest stage of that style.
+    """Return the overhead of a ZeRO stage and style, or of the nearest stage with that style.
 
-    Uses another style only where this style has no training. Without hosts it is zero.
+    Uses another style only if this style has no training. Without hosts it is zero.
     """
     if not hosts:
         return Host()
@@ -183,7 +184,7 @@ def _line(values: Sequence[float], seconds: Sequence[float], each: float) -> Lin
         slope = (seconds[high] - seconds[low]) / (values[high] - values[low])
         slope = max(0.0, slope)
         middle = sum(seconds) / len(seconds) - slope * sum(values) / len(values)
-        if middle < 0.0 < slope:  # no constant: all seconds grow with the values
+        if middle < 0.0 < slope:  # the constant would be negative: take a line through the origin
             return Line(0.0, max(0.0, seconds[high] / values[high]))
         return Line(max(0.0, middle), slope)
     return Line(each, max(0.0, seconds[high] - each) / values[high])

@@ -25,10 +25,10 @@ from hybridcomp.tools.plan.machines.rows import Kind, Operation
 from hybridcomp.tools.plan.models.model import BatchShape, Messages, Model, ModelLayer
 from hybridcomp.tools.plan.request import Batch, SearchLimits
 
-#: mean share of another rank's keys and values that a rank decodes, and has gradients of, under a
-#: causal mask: half of an earlier rank's, all of a later rank's
+#: mean fraction of another rank's keys and values that a rank decodes, and computes gradients of,
+#: under a causal mask (half of an earlier rank's, all of a later rank's)
 SEEN = 0.75
-#: calls of a codec for keys and values, in halves, and for gradients of both
+#: codec calls for keys and values, in halves, and codec calls for the gradients of keys and values
 KEYS_PARTS, GRADIENTS_PARTS = 4, 2
 #: collectives that replace an all-reduce under sequence parallelism
 GATHER_AND_SCATTER: tuple[Operation, ...] = ("all_gather", "reduce_scatter")
@@ -37,9 +37,9 @@ ALL_REDUCE: tuple[Operation, ...] = ("all_reduce",)
 
 @dataclass(frozen=True)
 class Item:
-    """Equal messages of a dimension and direction: one of them, their dtype and their number.
+    """Equal messages of one dimension and direction: one call, its dtype, and how many there are.
 
-    fixed: the choice that no search changes; None: the search chooses.
+    fixed: the choice, if no search may change it; None: the search chooses.
     """
 
     key: Key
@@ -53,8 +53,8 @@ class Item:
 class PlannedJob:
     """A model to train on a cluster. Caches the prices and seconds that a search needs again.
 
-    overlap: share of a step's compute behind which gradients and parameters travel, where the
-    cluster has no trainings that say it. hosts: what the engine's step costs beside layers and
+    overlap: fraction of a step's compute that hides messages of gradients and parameters, if the
+    cluster has no trainings to tell. hosts: the engine's overhead in addition to layers and
     messages (``calibrated``).
     """
 
@@ -80,7 +80,7 @@ class PlannedJob:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Return the dtype in which gradients are reduced: fp32 by Megatron and by FSDP2."""
+        """Return the dtype in which gradients are reduced: fp32 under Megatron and FSDP2."""
         return self.dtype if self.limits.engine in ("deepspeed", "neox") else torch.float32
 
     def can_price(self, dimension: Dimension, choice: Choice) -> bool:
@@ -125,13 +125,13 @@ class PlannedJob:
     def sharded(self, layout: Layout) -> bool:
         """Return whether the optimizer's states are sharded over the replicas.
 
-        DeepSpeed's pipelines do so at ZeRO 0 as well in bf16 (``BF16_Optimizer``).
+        DeepSpeed's pipelines in bf16 also shard them at ZeRO 0 (``BF16_Optimizer``).
         """
         pipe = layout.stages > 1 and self.limits.dtype == "bf16"
         return layout.zero_stage >= 1 or (pipe and self.limits.engine != "megatron")
 
     def slowest_rank(self, layout: Layout, stage: int) -> int:
-        """Return the rank of ``stage`` that computes slowest: the others wait for it."""
+        """Return the rank of ``stage`` that computes slowest: the other ranks wait for it."""
         first = stage * layout.ranks_per_stage
         return min(range(first, first + layout.ranks_per_stage),
                    key=lambda rank: (self.cluster.speeds[rank], rank))  # fmt: skip
@@ -178,9 +178,9 @@ class PlannedJob:
         return self._elementwise(28 * values, rank)
 
     def host(self, layout: Layout, rank: int, choices: Choices | None) -> Host:
-        """Return the engine's overhead on ``rank`` beside layers and messages.
+        """Return the engine's overhead on ``rank``, in addition to layers and messages.
 
-        choices: None for a lower bound over all choices: the least of all styles.
+        choices: None for a lower bound over all choices, the least overhead of all styles.
         """
         if not self.hosts:
             return Host(overlap=self.overlap)
@@ -189,13 +189,13 @@ class PlannedJob:
         styles: tuple[Style, ...] = ("native", "plain", "feedback")
         if choices is not None:
             styles = ("native",) if alone else (style_of(choices),)
-        # overheads are the slowest rank's, since the others waited for it
+        # the overheads are the slowest rank's, since the other ranks waited for it
         share = min(self.cluster.speeds) / self.cluster.speeds[rank]
         return least(nearest(self.hosts, stage, style).times(share) for style in styles)
 
     @cached_property
     def groups(self) -> GroupSpans:
-        """Return the nodes and sites of groups, cached, as a search asks a million times."""
+        """Return the cached nodes and sites of groups, which a search reads a million times."""
         return GroupSpans(self.cluster)
 
     def layer_items(
@@ -224,9 +224,10 @@ class PlannedJob:
     ) -> Iterator[Item]:
         """Yield the messages of ring attention: keys and values in both passes, then gradients.
 
-        A hop is one message of keys and values. Their owner encodes them once, in the forward pass,
-        and keeps the payload; the other ranks forward the payload, and decode in each pass the part
-        that the mask lets them see. Gradients are encoded for every owner, who adds them up.
+        A hop is one message of keys and values. The rank that owns them encodes them once, in the
+        forward pass, and keeps the payload; the other ranks pass the payload on, and in each pass
+        decode the part that the mask lets them see. They encode gradients for the owner, which adds
+        them up.
         """
         if not keys:
             return
@@ -243,9 +244,9 @@ class PlannedJob:
             yield Item(("cp", "backward"), call, self.dtype, hops)
 
     def sends(self, layout: Layout, stage: int, values: float, way: Direction) -> list[Item]:
-        """Return the messages from ``stage`` to its neighbour behind one micro-batch.
+        """Return the messages that ``stage`` sends to its neighbour after one micro-batch's pass.
 
-        DeepSpeed's tensor ranks send a part each, and the receivers all-gather the parts.
+        Each of DeepSpeed's tensor ranks sends a part, and the receivers all-gather the parts.
         """
         if layout.stages == 1:
             return []
@@ -270,7 +271,7 @@ class PlannedJob:
         encoded: Operation = "all_reduce"
         if layout.zero_stage == 3 or (self.limits.engine == "megatron" and layout.zero_stage):
             operation = encoded = "reduce_scatter"
-        elif layout.zero_stage:  # DeepSpeed all-reduces whole buckets, of which a part is kept
+        elif layout.zero_stage:  # DeepSpeed all-reduces a bucket, and keeps a part
             encoded = "reduce_scatter"
         call = self.groups.call(operation, values / buckets, layout, group, stage)
         call = replace(call, encoded_as=encoded, levels=layout.levels)
@@ -281,8 +282,9 @@ class PlannedJob:
     ) -> list[Item]:
         """Return copies of ``values`` gradients to the host and of parameters back.
 
-        share: of the values that step on the host. DeepSpeed also copies the sums of the others to
-        the host and back in every micro-batch. With states on a drive these copies are native.
+        share: fraction of the values that step on the host. DeepSpeed also copies the gradient sums
+        of the other values to the host and back in every micro-batch. With states on a drive the
+        gradient and parameter copies are native.
         """
         # at stage 3 a rank has a part of every layer, else whole layers
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")

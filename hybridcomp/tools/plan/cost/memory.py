@@ -1,8 +1,8 @@
 """Estimate a rank's memory: weights, gradients, optimizer, activations, and codec buffers.
 
-All bytes are those at the rank's peak: some layer's backward pass, or the optimizer's step. Where
-gradients are allocated as backward makes them (one micro-batch, no buckets), those of layers that
-come later in backward are not allocated yet.
+All bytes are those at the rank's peak: during some layer's backward pass, or the optimizer's step.
+If backward allocates gradients one by one (one micro-batch, no buckets), gradients of layers that
+come later in backward do not count in that peak.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridcomp.tools.plan.engines import runs
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.models.model import ModelLayer
 
-#: bytes of a value of an error feedback residual, of a main gradient, of a moment
+#: bytes per value of an error feedback residual, of a main gradient, and of a moment
 FP32 = 4.0
 
 
@@ -50,8 +50,8 @@ def memory_of(job: PlannedJob, work: Work, stage: int, choices: Choices) -> dict
     found["activations"] = made.activations
     if _grows(job, layout):
         found["gradients"] = made.gradients
-        # at the optimizer step no activation is left, but all gradients; on a GPU torch's Adam
-        # takes all parameters at once, and a copy of one moment
+        # at the optimizer step there are all gradients and no activations; on a GPU torch's Adam
+        # updates all parameters at once, and allocates a copy of one moment
         values = sum(own.trained)
         copied = 0.0 if job.on_cpu else FP32 * values
         if job.dtype.itemsize * values + copied > made.activations + made.gradients:
@@ -62,10 +62,10 @@ def memory_of(job: PlannedJob, work: Work, stage: int, choices: Choices) -> dict
 def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer states, and those on the host."""
     width, values = job.dtype.itemsize, stage.dense + stage.experts
-    # experts are sharded only over the replicas of these experts
+    # an expert's states are sharded only over the ranks that hold this expert
     replicas, shards_master = layout.owners, job.limits.engine == "fsdp2"
     share = (stage.dense + stage.experts * layout.expert) / replicas
-    if shards_master:  # the fp32 parameters are the optimizer's, and passes gather them in bf16
+    if shards_master:  # the optimizer counts the fp32 parameters
         width = 0 if width == 2 else width
     weights = width * (share if layout.zero_stage == 3 else values)
     dense, experts = stage.trained
@@ -79,19 +79,19 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
     if layout.offload:
         kept = 1 - on_host(job, layout, stage)
         host = (1 - kept) * (1 - layout.drive) * optimizer
-        # on the device these states have gradients in fp32 beside them
+        # states that step on the device also need their gradients in fp32
         own = share if job.sharded(layout) else values
         optimizer = kept * (optimizer + FP32 * own)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
 
 
 def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
-    """Return the bytes of gathered and of kept parameters, of the node's copy and sums."""
+    """Return the bytes of gathered and of frozen kept parameters, and of a node's copy and sums."""
     found: dict[str, float] = {}
     if layout.zero_stage == 3:
         values = stage.dense + stage.experts
         found = {"gathered": job.dtype.itemsize * gathered(job, layout, stage).peak}
-        if job.limits.engine == "fsdp2":  # a block's gradients, and those that are reduced
+        if job.limits.engine == "fsdp2":  # new gradients, and those in reduction
             most = max((layer.parameters for _, layer in stage.layers), default=0.0)
             found["gathered"] += (job.dtype.itemsize + FP32) * most
         if layout.hpz > 1:
@@ -110,7 +110,7 @@ def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
 def kept_by_codecs(
     job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices
 ) -> dict[str, float]:
-    """Return the bytes of residuals, references of deltas, payload buffers and keys of a ring."""
+    """Return the bytes of residuals, delta references, payload buffers and a ring's keys."""
     values = stage.dense + stage.experts
     found = {"residuals": 0.0, "references": 0.0, "keys": _sealed(job, layout, stage, choices)}
     gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
@@ -125,7 +125,7 @@ def kept_by_codecs(
     for items, _ in stage.messages():
         for item in items:
             choice = item.fixed or choices[item.key]
-            # states are coded on the host, and what is kept is decoded only
+            # the host codes states, and kept weights are only decoded: neither takes a buffer here
             kept = isinstance(item.call, EngineCall) and item.call.kept
             if not choice.native and not kept and item.key[1] != "states":
                 numel = item.call.numel
@@ -137,7 +137,7 @@ def kept_by_codecs(
 
 
 def _reduced(job: PlannedJob, layout: Layout, values: float) -> RankMessages:
-    """Return the messages that reduce ``values``: a full bucket, and the rest as another."""
+    """Return the messages that reduce ``values``: a full bucket, and the rest as a second one."""
     ranks = layout.size("replicas")
     call = replace(job.groups.call("all_reduce", 0.0, layout, "replicas", 0), levels=layout.levels)
     width = math.prod(call.inside)
@@ -156,7 +156,7 @@ def _reduced(job: PlannedJob, layout: Layout, values: float) -> RankMessages:
 def _sealed(job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices) -> float:
     """Return the bytes of encoded keys and values that their owner keeps for a ring's backward.
 
-    Native ones count as activations; layers that run forward twice encode theirs again.
+    Native keys and values count as activations; recomputed layers encode their own again.
     """
     choice = choices["cp", "forward"]
     if choice.native or layout.context == 1 or layout.context_way != "ring":
@@ -184,7 +184,7 @@ def _moment(job: PlannedJob, layout: Layout, stage: int, own: StageWork) -> Mome
     layers = [layer for _, layer in own.layers]
     segments = local_segments(layout, own)
     one = kept_nbytes(layers, segments)
-    # chunks in flight are one virtual stage each
+    # each chunk in flight is one of the stage's virtual stages
     before = (flying / layout.virtual - 1) * one if flying else 0.0
     made = worst_moment(layers, segments, job.dtype.itemsize, grows=_grows(job, layout))
     return Moment(max(0.0, before) + made.activations, made.gradients)
@@ -212,7 +212,7 @@ def kept_nbytes(layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]
 def worst_moment(
     layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]], width: int, *, grows: bool
 ) -> Moment:
-    """Return the peak of one backward pass. grows: gradients are allocated as it goes."""
+    """Return the peak of one backward pass. grows: whether it allocates gradients one by one."""
     total = width * sum(_trained(layer) for layer in layers)
     starts, kept, done, position = dict(segments), 0.0, 0.0, 0
     worst = Moment(0.0, 0.0)

@@ -96,7 +96,7 @@ def _messages(
 
 
 def _spans(work: Work, tasks: Sequence[Task]) -> Iterator[Span]:
-    """Yield the tasks for a picture: of a pass first the compute, then the messages it awaits."""
+    """Yield the tasks for a picture; a pass is split into compute and the messages it waits for."""
     for task in tasks:
         if task.end <= task.start:
             continue

@@ -1,10 +1,10 @@
 """Price one message: bytes on the wire, seconds of the link, and seconds of its codec.
 
-Native messages take the seconds that the cluster measured. Encoded ones are the collectives of
-``hybridcomp.collectives``: their coding, the messages that carry the payloads, and the overhead of
-a call. Over several nodes with several ranks on each, ``dp`` and ``zero`` go in two levels
-(``collectives.hierarchical``), native inside a node, encoded between nodes; over several sites in
-three, between the nodes of a site native or with a codec of that level.
+Native messages take the seconds measured on the cluster. Encoded messages are the collectives of
+``hybridcomp.collectives``; their price adds coding, the messages that carry the payloads, and the
+overhead of a call. Over several nodes with several ranks on each, ``dp`` and ``zero`` use two
+levels (``collectives.hierarchical``): native inside a node, encoded between nodes. Over several
+sites they use three levels; the level between the nodes of a site is native or has its own codec.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Prices:
     ) -> Price:  # fmt: skip
         """Price ``call`` on one rank. Raises HybridcompError where a measurement is missing.
 
-        ``dimension``: whose channel sends it; None: only the collective counts.
+        ``dimension``: the one whose channel sends the message; None: price only the collective.
         """
         key = call, choice, dtype, dimension
         if key not in self._known:
@@ -66,8 +66,8 @@ class Prices:
     def knows(self, choice: Choice, dtype: torch.dtype, copied: bool = False) -> bool:
         """Return whether the codec of ``choice`` has measured speeds.
 
-        ``copied``: for copies to and from the host, whose codecs must then be measured as well, if
-        any was measured there.
+        ``copied``: the codec is for copies to and from the host; then its speed on the host is
+        needed too, if the cluster has any codec speeds of hosts.
         """
         if choice.codec is None:
             return True
@@ -104,7 +104,7 @@ class Prices:
         return Price(wire=more) if call.nodes > 1 else Price(inside=more)
 
     def _busy(self, ranks: int) -> bool:
-        """Return whether the job has further groups beside one of ``ranks``."""
+        """Return whether the job has other groups besides one of ``ranks`` ranks."""
         return self.cluster.world_size > ranks
 
     def _native(
@@ -120,7 +120,7 @@ class Prices:
         )  # fmt: skip
 
     def _seconds(self, operation: Operation, nbytes: float, call: EngineCall) -> Estimate:
-        """Return the seconds of a native message while all similar groups send theirs."""
+        """Return the seconds of a native message while all similar groups send at the same time."""
         busy = self._busy(call.ranks)
         sites = call.sites
         return self.cluster.seconds(operation, nbytes, call.ranks, call.nodes, busy, sites=sites)
@@ -200,7 +200,7 @@ class Prices:
         return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
 
     def _filed(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
-        """Price states that go to the drive and come from it; nothing hides their coding."""
+        """Price optimizer states that go to the drive and back; no compute hides their coding."""
         cluster, native = self.cluster, call.nbytes + call.back_nbytes
         share = 1.0
         if choice.codec is not None:
@@ -216,10 +216,10 @@ class Prices:
     def _in_levels(
         self, call: EngineCall, choice: Choice, dtype: torch.dtype, native: float
     ) -> Price:
-        """Price a message in levels: native inside nodes, or sites, encoded stretches between.
+        """Price a message in levels: native inside nodes (or sites), encoded between them.
 
-        Sums that a second level takes up are fp32, or encoded (``Choice.inside``). A gather's
-        payloads cross it encoded.
+        The second of three levels exchanges sums in fp32, or encoded (``Choice.inside``). The
+        payloads of a gather cross it encoded.
         """
         operation, width = call.encoded_as or call.operation, math.prod(call.inside)
         units = call.ranks // width
@@ -247,14 +247,16 @@ class Prices:
         return found
 
     def _encoded_inside(self, numel: float, ranks: int) -> Price:
-        """Price the exchange of fp32 sums of ``numel`` values among nodes of a site, encoded."""
+        """Price the encoded exchange of fp32 sums of ``numel`` values among the nodes of a site."""
         call = EngineCall("reduce_scatter", numel, ranks, ranks)
         cost = self._encoded(call, Choice.of(INSIDE), torch.float32, 0.0)
         return replace(cost, native_nbytes=0.0, between_native_nbytes=0.0)
 
     def _relayed(self, numel: float, ranks: int, choice: Choice, dtype: torch.dtype) -> Price:
-        """Price the payloads of a gather that go on between the nodes of a site, and are decoded
-        there: all of ``numel`` values but those that every node has from other sites."""
+        """Price a gather's second level: the nodes of a site all-gather payloads and decode them.
+
+        Of ``numel`` values, a node does not receive those that it already has from other sites.
+        """
         assert choice.codec is not None
         share = choice.bits(dtype) / (8 * dtype.itemsize)
         call = EngineCall("all_gather", numel * share, ranks, ranks)
@@ -269,7 +271,7 @@ class Prices:
 
 @functools.lru_cache(maxsize=4096)
 def _timed(codec: Codec, dtype: torch.dtype) -> str:
-    """Return the setting whose speed is that of ``codec``: an error bound runs another codec."""
+    """Return the timed setting whose speed ``codec`` has: an error bound runs another codec."""
     return codec.split_error_budget(1, 2, result=dtype)[0].spec if codec.bounded else codec.spec
 
 

@@ -26,8 +26,8 @@ class Task(NamedTuple):
     """A stretch of a step in which one resource is at work, in seconds from the step's start.
 
     what: "forward", "backward", "send", "reduce", "code", "to_host", "adam", "to_device" or
-    "gather". stage, chunk, micro_batch: whose it is. resource: a stage's device, its link to the
-    next stage or to its replicas, or its bus to the host.
+    "gather". stage, chunk, micro_batch: those of the pass or message. resource: a stage's device,
+    its link to the next stage or to its replicas, its drive, or its bus to the host.
     """
 
     what: str
@@ -45,8 +45,8 @@ def order(
 ) -> tuple[Op, ...]:
     """Return the passes of ``stage``, first to last.
 
-    ``slices``: of every micro-batch, in a pipeline over token slices; ``Op.micro_batch`` then
-    counts the slices of all micro-batches.
+    ``slices``: number of slices of every micro-batch, in a pipeline over token slices;
+    ``Op.micro_batch`` then counts the slices of all micro-batches.
     """
     if slices > 1:
         return tuple(_sliced(micro_batches, slices))

@@ -15,7 +15,7 @@ class GroupSpans:
     """Nodes and sites that the groups of layouts span on ``cluster``, each computed once."""
 
     cluster: Cluster
-    #: by first rank, stride and size
+    #: (first rank, stride, size) of a group -> (nodes, sites)
     _known: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def of(self, layout: Layout, group: Group, stage: int = 0) -> tuple[int, int]:
@@ -38,6 +38,6 @@ class GroupSpans:
         self, numel: float, layout: Layout, group: Group, stage: int,
         coded: tuple[Coded, ...] | None = None,
     ) -> EngineCall:  # fmt: skip
-        """Return a send from one rank of a group of ``stage`` to the next."""
+        """Return a send from one rank of a group of ``stage`` to the next rank of the group."""
         nodes, sites = (min(2, count) for count in self.of(layout, group, stage))
         return EngineCall("send", numel, 2, nodes, coded=coded, sites=sites)

@@ -1,13 +1,13 @@
 """Compute the seconds of one step of a layout: passes, codecs and links of every stage.
 
-Every stage does its passes in a fixed order, so that their ends follow from each other; a search
-asks for the seconds some hundred thousand times, and a prediction also for the tasks that took
-them. A pass of a micro-batch occupies its stage's device, with the messages it waits for (sums of
-tensor parallelism) and codecs; a send to the next stage occupies the link to it, and the stage goes
-on when it has been sent, as in Megatron; slices are posted, and DeepSpeed's sends and receives
-block (``blocking_pipeline``). Gradients are reduced behind the last backward pass, of which
-``overlap`` hides a part; then come the optimizer and the gather of parameters. Messages to other
-stages do not wait for messages to replicas.
+Every stage runs its passes in a fixed order, so that the end of each pass follows from earlier
+ends. A search computes the seconds some hundred thousand times; a prediction also lists the tasks.
+A pass of a micro-batch occupies its stage's device, with codecs and the messages that the pass
+waits for (sums of tensor parallelism). A send to the next stage occupies the link, and the stage
+goes on when the send has ended, as in Megatron; slices are sent asynchronously, and DeepSpeed's
+sends and receives block (``blocking_pipeline``). Gradients are reduced at the last backward pass,
+whose compute hides a part of that (``overlap``); then come the optimizer and the gather of
+parameters. Messages to other stages do not wait for messages to replicas.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _last_ends(
     micro_batches: int,
     tasks: list[Task] | None,
 ) -> list[float]:
-    """Return when each stage has done its passes and their reductions; append to ``tasks``."""
+    """Return when each stage has finished passes and reductions; append its tasks to ``tasks``."""
     stages = layout.stages
     slices = layout.slice_count
     orders = [
@@ -89,7 +89,7 @@ def _last_ends(
 
 
 def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> float | None:
-    """Return when the neighbour has sent the input of ``op``; None if that is not computed."""
+    """Return when the neighbour has sent the input of ``op``; None: that time is not known yet."""
     step, chunk = (1, op.chunk + 1) if op.backward else (-1, op.chunk - 1)
     if 0 <= stage + step < layout.stages:
         return sent[stage + step].get(op)
@@ -100,13 +100,13 @@ def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> 
 
 
 class _Behind(NamedTuple):
-    """Times of the reductions behind a pass.
+    """Times of the reductions that follow a pass.
 
     Attributes:
-        shared: when they begin, while the device goes on with the pass.
-        gone: when the link to the replicas has done them.
+        shared: when the reductions begin, while the device may still run the pass.
+        gone: when the link to the replicas has transferred the reductions.
         sent: when the pass's own send has ended.
-        coding: seconds of the device behind both.
+        coding: seconds for which the device codes after ``gone`` and ``sent``.
     """
 
     shared: float
@@ -157,10 +157,11 @@ def _tasks_of_pass(
 
 
 def sample(layout: Layout) -> tuple[int, int]:
-    """Return how many micro-batches to simulate first, and how many more give the seconds of each.
+    """Return how many micro-batches to simulate, and how many more to add for the marginal time.
 
-    1F1B is steady in between: every ``stages`` micro-batches more take the same time. The second
-    number is 0 where the whole step is simulated. With slices every micro-batch takes the same.
+    The middle of 1F1B is steady: each further ``stages`` micro-batches take the same time. The
+    second number is 0 if the whole step is simulated. With slices all micro-batches take the same
+    time.
     """
     count, stages = layout.accumulation, layout.stages
     some = stages * (2 + layout.virtual)
@@ -174,9 +175,9 @@ def sample(layout: Layout) -> tuple[int, int]:
 def seconds_of(
     layout: Layout, times: tuple[StageTimes, ...], tasks: list[Task] | None = None
 ) -> float:
-    """Return the seconds of a whole step, extrapolated where it is long.
+    """Return the seconds of a whole step, extrapolated if it is long.
 
-    Appends to ``tasks`` those of the micro-batches that ``sample`` names.
+    Appends to ``tasks`` the tasks of the micro-batches that ``sample`` selects.
     """
     some, more = sample(layout)
     first = step_seconds(layout, times, some, tasks)

@@ -17,7 +17,7 @@ VALUE, LOW, HIGH = 0, 1, 2
 
 
 class Seconds(NamedTuple):
-    """Seconds of some messages: of the device in codecs, and of links."""
+    """Seconds of some messages: for which the device codes, and for which links transfer."""
 
     coding: float
     link: float
@@ -56,9 +56,10 @@ def seconds(job: PlannedJob, items: Items, choices: Choices | Ideal, view: View)
 
 
 class Durations(NamedTuple):
-    """Seconds of a chunk's pass: compute with the messages it waits for, and the send behind it.
+    """Seconds of a chunk's pass, with the messages it waits for, and of the send that follows.
 
-    busy: of the device, waits and codecs included; the sender's also counts the receiver's decode.
+    busy: for which the pass occupies the device, waits and codecs included; the sender also counts
+    the receiver's decode.
     compute: the part of ``busy`` that computes layers. returned: the part of ``sent`` until a
     blocking send returns (``blocking_pipeline``).
     """
@@ -71,13 +72,13 @@ class Durations(NamedTuple):
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one stage: passes by virtual stage, messages behind them, and the step's end.
+    """Seconds of one stage: passes by virtual stage, messages that follow, and the step's end.
 
     hidden_micro, hidden_step: compute that can hide messages of a micro-batch, or of the step.
-    landed, uploaded: copies to the host before the optimizer, and of parameters back. filed: states
-    to the drive and from it.
-    reduces: whether messages follow every micro-batch. blocking: whether messages between stages
-    block both of them (``blocking_pipeline``).
+    landed: copies of gradients to the host before the optimizer. uploaded: copies of parameters
+    back. filed: optimizer states to the drive and back. reduces: whether messages follow every
+    micro-batch. blocking: whether a message between stages blocks both stages
+    (``blocking_pipeline``).
     """
 
     forward: tuple[Durations, ...]
@@ -118,9 +119,10 @@ class StageTimes:
         return tasks
 
     def behind(self, took: Durations, ends: bool, last: bool) -> tuple[list[Seconds], float, float]:
-        """Return reductions behind a pass, their link seconds, and how many of these it hides.
+        """Return the reductions that follow a pass, their link seconds, and how many it hides.
 
-        ends: the pass ends a micro-batch's backward. last: it is the last pass of the step.
+        ends: whether the pass ends a micro-batch's backward. last: whether it is the step's last
+        pass.
         """
         reduced = [self.micro] if ends and self.reduces else []
         hidden = self.hidden_micro
@@ -189,7 +191,7 @@ def _copied(
 
 
 def _returned(job: PlannedJob, sent: Items, choices: Choices | Ideal) -> float:
-    """Return the share of a message's seconds until its blocking send returns."""
+    """Return the fraction of a message's seconds after which its blocking send returns."""
     shares = [
         job.cluster.returned(price(job, item, choices).nbytes / item.count, item.call.nodes)
         for item in sent if isinstance(item.call, EngineCall) and item.call.operation == "send"
@@ -198,12 +200,12 @@ def _returned(job: PlannedJob, sent: Items, choices: Choices | Ideal) -> float:
 
 
 def are_blocking(times: tuple[StageTimes, ...]) -> bool:
-    """Return whether the messages between the stages of a pipeline block both ends."""
+    """Return whether messages between pipeline stages block both sender and receiver."""
     return all(own.blocking for own in times)
 
 
 def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
-    """Bound a step's seconds from below: first input of a stage, its passes, its last gradient."""
+    """Return a lower bound of a step: a stage's first input, its passes, its last gradient."""
     if are_blocking(times):
         return _least_blocking(work.layout.passes, times)
     best = there = back = 0.0
@@ -234,7 +236,7 @@ def _end_seconds(own: StageTimes) -> float:
 
 
 def _least_blocking(count: int, times: tuple[StageTimes, ...]) -> float:
-    """Bound a step with blocking messages: a receive takes as long as the transfer."""
+    """Return a lower bound for blocking messages: a receive takes as long as its transfer."""
     best = there = back = into = 0.0
     ends = [max(0.0, own.reduce.link - own.hidden_step) + _end_seconds(own) for own in times]
     for stage, own in enumerate(times):

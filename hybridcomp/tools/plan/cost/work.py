@@ -1,7 +1,6 @@
 """List the compute and the messages of every stage of a layout in one step.
 
-Nothing here depends on the choices: a search prices the same messages with one choice after the
-other.
+Nothing in this module depends on the choices: a search prices the same messages under many choices.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from hybridcomp.tools.plan.machines.estimates import NOTHING, Estimate
 from hybridcomp.tools.plan.models.model import ModelLayer
 
 Items = tuple[Item, ...]
-#: codecs with a secondary copy: of messages between nodes, and of gathers inside a node
+#: codec of the messages between nodes that update a secondary copy (``COPIED``: of its gathers)
 STEPS = Choice.of("stepcode")
-#: how frozen weights are kept
+#: codec in which ranks keep frozen weights
 KEPT = Choice.of("expcode")
 COPIED = {"native": NATIVE, "exact": NATIVE, "bits8": Choice.of({"codec": "blockint", "bits": 8})}
 
@@ -35,7 +34,7 @@ COPIED = {"native": NATIVE, "exact": NATIVE, "bits8": Choice.of({"codec": "block
 class Pass:
     """A forward or backward pass of one chunk over one micro-batch.
 
-    compute: seconds. items: messages that compute waits for. sent: messages to the next stage.
+    compute: seconds. items: messages that the pass waits for. sent: messages to the next stage.
     """
 
     compute: Estimate
@@ -48,9 +47,9 @@ class StageWork:
     """Compute and messages of the slowest rank of a stage.
 
     forward, backward: by virtual stage. micro: reductions and gathers of every micro-batch (ZeRO 2
-    and 3). reduce, gather: once a step. adam: seconds. dense, experts: parameters of this rank.
-    layers: of the stage, by virtual stage, with their numbers in the model. copies: between device
-    and host, once a step.
+    and 3). reduce, gather: messages once a step. adam: seconds of the optimizer. dense, experts:
+    number of this rank's parameters outside and in experts. layers: the stage's layers with their
+    numbers in the model, by virtual stage. copies: copies between device and host, once a step.
     """
 
     rank: int
@@ -67,14 +66,14 @@ class StageWork:
 
     @property
     def trained(self) -> tuple[float, float]:
-        """Return this rank's number of trained parameters, in ``dense`` and in ``experts``."""
+        """Return how many parameters of ``dense`` and of ``experts`` this rank trains."""
         layers = [layer for _, layer in self.layers]
         dense = _mean((layer.parameters, layer.frozen) for layer in layers)
         experts = _mean((layer.expert_parameters, layer.frozen) for layer in layers)
         return self.dense * (1 - dense), self.experts * (1 - experts)
 
     def messages(self) -> Iterator[tuple[Items, bool]]:
-        """Yield all messages of a step, and whether they are sent once, not in every pass."""
+        """Yield all messages, with True if they are sent once per step, False if more often."""
         for one in (*self.forward, *self.backward):
             yield from ((one.items, False), (one.sent, False))
         yield self.micro, False
@@ -87,7 +86,7 @@ class StageWork:
 
 
 def _mean(found: Iterable[tuple[float, float]]) -> float:
-    """Return the mean of the second numbers, weighted by the first; 0 where these are 0."""
+    """Return the mean of the second numbers, weighted by the first; 0 if all weights are 0."""
     values, product = 0.0, 0.0
     for weight, share in found:
         values, product = values + weight, product + weight * share
@@ -166,10 +165,10 @@ def _messages(
 
 
 def crossing(layout: Layout, layers: Sequence[ModelLayer], number: int) -> float:
-    """Return the values that chunk ``number`` sends to the chunk behind it.
+    """Return the number of values that chunk ``number`` sends to the next chunk.
 
-    Of a chain it is the last output; of a graph every output that a later stage reads, since stages
-    send to their neighbours only.
+    In a chain these are the chunk's last output; in a graph, all outputs that later stages read,
+    since stages send to neighbours only.
     """
     if not layout.nodes:
         return layers[sum(layout.cuts[: number + 1]) - 1].output
@@ -182,7 +181,7 @@ def crossing(layout: Layout, layers: Sequence[ModelLayer], number: int) -> float
 def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) -> StageWork:
     """Return ``stage`` with the reductions, gathers, optimizer and copies of a step."""
     dense, experts = stage.trained
-    # frozen parameters are gathered at ZeRO 3 alone, where no rank has them
+    # frozen parameters are gathered only at ZeRO 3, where ranks hold shards of them
     used = (stage.dense, stage.experts) if layout.zero_stage == 3 else stage.trained
     reduce = job.gradient_items(layout, index, dense, "replicas")
     gather = job.gather_items(layout, index, used[0], "replicas")
@@ -197,7 +196,7 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         job.model.shared(job.shape(layout))
         and layout.stages > 1
         and (index in (0, layout.stages - 1))
-    ):  # both ends hold the weight and sum its gradient
+    ):  # first and last stage hold the weight
         nodes, sites = (min(2, count) for count in job.groups.of(layout, "pipeline"))
         numel = job.model.shared(job.shape(layout)) * (1 - stage.layers[0][1].frozen)
         call = EngineCall("all_reduce", numel, 2, nodes, sites=sites)
@@ -248,7 +247,7 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
 def _fully_sharded(
     job: PlannedJob, layout: Layout, stage: StageWork
 ) -> tuple[list[Item], list[Item], list[Item]]:
-    """Return FSDP2's messages of a micro-batch, and the reductions and gathers once a step."""
+    """Return FSDP2's messages of a micro-batch, and its reductions and its gathers once a step."""
     held = stage.layers, stage.dense + stage.experts
     reduces, gathers = fully_shard.messages(job, layout, *held)
     each, reduce = _each_micro(layout, reduces)
@@ -263,7 +262,7 @@ def _fully_sharded(
         return _sent(each + gathers), _sent(reduce), []
     once = [replace(one, count=1.0) for one in gathers]
     for one, again in zip(once, gathers, strict=True):
-        # the forward gather of each micro-batch crosses, unless nodes keep a copy of ours
+        # each micro-batch's forward gather crosses nodes, unless hybridcomp keeps copies in nodes
         each += _inside(layout, [one], again.count, layout.accumulation)
     if layout.copy == "native":
         return _sent(each + once), _sent(reduce), []
@@ -271,7 +270,7 @@ def _fully_sharded(
 
 
 def _sent(items: list[Item]) -> list[Item]:
-    """Return those of ``items`` that are sent at all."""
+    """Return the items with values to send and more than one rank."""
     return [item for item in items if item.call.ranks > 1 and item.call.numel]
 
 
@@ -291,7 +290,7 @@ def gathered(job: PlannedJob, layout: Layout, stage: StageWork) -> Gathered:
 
 
 def on_host(job: PlannedJob, layout: Layout, stage: StageWork) -> float:
-    """Return the share of a rank's optimizer that steps on the host."""
+    """Return the fraction of a rank's parameters whose optimizer steps on the host."""
     if not layout.offload or layout.ratio == 1:
         return float(layout.offload)
     model, ranks = model_pass(job, layout, stage), layout.size("replicas")
@@ -301,7 +300,7 @@ def on_host(job: PlannedJob, layout: Layout, stage: StageWork) -> float:
 def _each_micro(layout: Layout, reduce: list[Item]) -> tuple[list[Item], list[Item]]:
     """Return the reductions of every micro-batch, and those of a step, at ZeRO 2 and 3.
 
-    With sums in the node, all micro-batches but the last exchange inside nodes alone.
+    With sums inside nodes, all micro-batches but the last send only inside nodes.
     """
     if layout.accumulate == "native":
         return reduce, []
@@ -320,7 +319,7 @@ def _width(item: Item) -> int:
 
 
 def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
-    """Return the sizes of parameters that a rank owns parts of, in one group of the optimizer."""
+    """Return the sizes of parameters of which a rank owns a part (``whole_of``)."""
     if layout.zero_stage != 2 or layout.accumulation == 1:
         return Whole()
     layers = [layer for _, layer in stage.layers]
@@ -355,8 +354,8 @@ def _opened(item: Item) -> EngineCall:
 def _inside(layout: Layout, parts: Sequence[Item], times: float, renewed: int) -> list[Item]:
     """Return the gathers of a micro-batch inside a node, from its secondary copy.
 
-    DeepSpeed's own copy of what trains (``renewed``: 1) is made by the first gather of a step,
-    which crosses nodes; that of frozen weights stays from step to step.
+    The first gather of a step, which crosses nodes, makes DeepSpeed's own copy of trained weights
+    (``renewed``: 1); the copy of frozen weights stays from step to step.
     """
     count = times
     if layout.copy == "native":
@@ -370,10 +369,10 @@ def _inside(layout: Layout, parts: Sequence[Item], times: float, renewed: int) -
 
 
 def _crossing(layout: Layout, parts: Sequence[Item]) -> list[Item]:
-    """Return the messages between nodes once a step: whole gathers, or steps of the copies.
+    """Return the messages between nodes once a step: whole gathers, or updates of the copies.
 
-    Each rank gets the steps of its part of the copy from one rank of each other node. Steps of 8
-    bits are priced as exact steps, of which they are a part.
+    Each rank gets the updates of its part of the copy from one rank of each other node. Updates in
+    8 bits are priced as exact updates, of which they are a part.
     """
     if layout.copy == "native":
         return list(parts)
@@ -405,13 +404,13 @@ def merged(items: Iterable[Item]) -> Items:
 class Ideal:
     """Prices with the fastest coding and the fastest wire of any option, for every message.
 
-    No choices are faster, so that these prices give lower bounds.
+    No real choices are faster, so these prices give lower bounds.
     """
 
     options: tuple[tuple[Key, tuple[Choice, ...]], ...]
 
     def price(self, job: PlannedJob, item: Item) -> Price:
-        """Price an item with the least of each part over its options."""
+        """Price an item with the least coding, wire and inside seconds over its options."""
         table = dict(self.options)
         found = [
             job.prices.of(item.call, choice, item.dtype, item.key[0])
@@ -447,6 +446,6 @@ def layer_seconds(
 
 
 def lands_behind(job: PlannedJob, item: Item, choices: Choices | Ideal) -> bool:
-    """Return whether a copy overlaps with the last pass: encoded gradients, but not on a CPU."""
+    """Return whether a copy overlaps with the last pass: encoded gradients do, but not on a CPU."""
     encoded = not isinstance(choices, Choices) or not choices[item.key].native
     return encoded and item.key == ("offload", "backward") and not job.on_cpu

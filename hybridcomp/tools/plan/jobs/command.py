@@ -22,7 +22,7 @@ from hybridcomp.tools.plan.jobs.state import ClusterState, JobRates, Places, Sha
 from hybridcomp.tools.plan.machines import cluster_file
 
 LAUNCHERS: dict[str, tuple[str, ...]] = {"plain": (), "slurm": ("sbatch",)}
-#: options of one plan, which the file gives for each job instead
+#: options for a single plan; with --jobs the jobs file gives their values for each job
 OF_A_JOB = {
     "model": "MODEL", "samples": "--samples", "length": "--length", "ranks": "--ranks",
     "fix": "--fix", "base": "--base", "tries": "--try", "check": "--check", "plan": "--plan",
@@ -31,7 +31,7 @@ OF_A_JOB = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Decide or replay; returns the exit status. Raises HybridcompError, before any file."""
+    """Decide or replay, and return the exit status. Raises HybridcompError before any file."""
     for name, shown in OF_A_JOB.items():
         if given := getattr(options, name):
             todo = f"has no effect with --jobs; {options.jobs} says it of each job, or leave it out"
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(path: Path) -> dict[str, float | str]:
-    """Read the predictions of the last call. Raises ConfigError for another file."""
+    """Read the predictions of the last call. Raises ConfigError if the file holds anything else."""
     if not path.exists():
         return {}
     found = cluster_file.document(path, "delete it: it is made again")
@@ -90,7 +90,7 @@ def _table(path: Path) -> dict[str, float | str]:
 def _report(
     state: ClusterState, jobs: request.JobList, chosen: Mapping[str, int], places: Places
 ) -> None:
-    """Print a row for each known job, and the expected seconds of this and other decisions."""
+    """Print a row per known job, and the expected seconds of ``chosen`` and of simpler policies."""
     rows = [["job", "now", "then", "on ranks", "step", "ends in"]]
     for job in jobs.jobs:
         if job.name not in state.tasks:

@@ -18,17 +18,17 @@ from hybridcomp.tools.plan.jobs.rates import Rates, has_saved
 from hybridcomp.tools.plan.jobs.request import Job, JobList
 from hybridcomp.tools.plan.jobs.state import Places, Shape
 
-#: the jobs after the decision, for the next one; the predicted steps
+#: names of the files: the jobs after this decision, to start the next one from; predicted steps
 NEXT, TABLE = "next.json", "table.json"
 
 
 def write(
     jobs: JobList, places: Places, rates: Rates, shape: Shape, kept: Sequence[Any], folder: Path
 ) -> list[Path]:
-    """Write a folder for each job that starts or changes, and both JSON files.
+    """Write a folder for each job that starts or changes, and the files ``NEXT`` and ``TABLE``.
 
-    Returns the files that start jobs. Raises HybridcompError where an engine's file cannot hold a
-    plan, possibly after some files.
+    Returns the scripts that start jobs. Raises HybridcompError where an engine's file cannot hold
+    a plan; some files may have been written by then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     starts = []
@@ -80,7 +80,7 @@ def _start(job: Job, ranks: tuple[int, ...], rates: Rates, shape: Shape, folder:
 
 
 def _slurm(name: str, nodes: int, per_node: int, on_cpu: bool) -> list[str]:
-    """Return sbatch's options; singleton: a job waits until the last job of its name ends."""
+    """Return sbatch's options; ``singleton`` makes a job wait for the previous one of its name."""
     options = [f"--job-name={name}", "--dependency=singleton", f"--nodes={nodes}",
                "--ntasks-per-node=1"]  # fmt: skip
     share = f"--cpus-per-task={per_node}" if on_cpu else f"--gpus-per-node={per_node}"

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from hybridcomp.tools.plan.jobs.state import Allocation, ClusterState, JobRates
 
-#: decides at every arrival and end
+#: chooses the number of ranks of each job, at every arrival and end of a job
 Policy = Callable[[ClusterState], Mapping[str, int]]
-#: an allocation that can be looked up
+#: an allocation as a hashable key
 Key = tuple[tuple[str, int], ...]
 POPULATION, GENERATIONS, KEPT = 16, 25, 6
-#: share of ranks that are free which go where they save most seconds, of children that mutate,
-#: and of the jobs of such a child that get another number of ranks
+#: probability that free ranks go to the job that gains most, probability that a child mutates,
+#: and expected number of jobs that a mutation gives another number of ranks
 GREEDILY, MUTATED, CHANGED = 0.7, 0.5, 1.5
 
 
@@ -22,7 +22,7 @@ GREEDILY, MUTATED, CHANGED = 0.7, 0.5, 1.5
 class FirstIn:
     """Start jobs in order of arrival, with the ranks they asked for, which never change.
 
-    size: ranks that every job gets instead, or the next larger size that it can have.
+    size: ranks for every job instead, rounded up to a number of ranks that the job can have.
     """
 
     size: int | None = None
@@ -45,11 +45,11 @@ class FirstIn:
 
 
 def greedy(state: ClusterState) -> dict[str, int]:
-    """Start the shortest jobs on the fewest ranks, then grow those that this shortens most.
+    """Start the shortest jobs on the fewest ranks, then give free ranks to the jobs that gain most.
 
-    Running jobs have no claim to their ranks. A step goes from a job's number of ranks to the next
-    that it can have, and counts the seconds saved for each rank, weighted by priority (as Optimus
-    does, Peng et al., EuroSys 2018).
+    Running jobs have no claim to their ranks. Each growth raises one job to its next possible
+    number of ranks: the job that saves the most seconds per added rank, weighted by priority (as in
+    Optimus, Peng et al., EuroSys 2018).
     """
     found = dict(state.fixed)
 
@@ -70,7 +70,7 @@ def greedy(state: ClusterState) -> dict[str, int]:
 
 
 def growths(state: ClusterState, allocation: Allocation) -> dict[str, tuple[int, float]]:
-    """Return, for each job that gains from it, the next number of ranks and the seconds saved."""
+    """Return each gaining job's next number of ranks, and the seconds that the job would save."""
     found = {}
     for name, ranks in allocation.items():
         task = state.tasks[name]
@@ -85,10 +85,10 @@ def growths(state: ClusterState, allocation: Allocation) -> dict[str, tuple[int,
 
 @dataclass
 class Evolution:
-    """Search the allocation with the fewest expected seconds, from the greedy one and the last.
+    """Search the allocation with the fewest expected seconds, starting from the greedy one.
 
-    The same states and ``seed`` give the same answers. ``kept``: the best of the last search, which
-    the next search begins with; a call replaces it.
+    The same states and ``seed`` give the same answers. ``kept``: the best allocations of the last
+    search, from which the next search starts as well.
     """
 
     seed: int = 0
@@ -98,13 +98,13 @@ class Evolution:
         self._random = random.Random(self.seed)
 
     def __call__(self, state: ClusterState) -> dict[str, int]:
-        """Return the best allocation found; none is expected to take longer than ``greedy``'s.
+        """Return the best allocation found, which is expected to take no longer than ``greedy``'s.
 
         1. Refresh: jobs that have ended leave the last population, new ones are admitted.
         2. Crossover: a child has each job's ranks from one of two parents.
         3. Mutation: some jobs get another number of ranks, or none.
         4. Repair: shrink jobs until all fit, start waiting jobs, give away free ranks.
-        5. The best live on. Reorder is ``ClusterState.place``: it numbers the ranks of each child.
+        5. Selection: the best live on. ``ClusterState.place`` assigns the ranks (ONES' reorder).
         """
         if not state.tasks:
             return {}

@@ -27,9 +27,9 @@ _model = cache(read_model)
 
 @dataclass
 class Rates:
-    """Predicts the steps of jobs on ``cluster`` with the planner.
+    """Predicts the seconds of a job's steps on ``cluster`` with the planner.
 
-    known: seconds, or why there is no plan, by a digest of everything that the answer depends on.
+    known: seconds of a step, or why there is no plan, by a digest of all inputs of the search.
     """
 
     options: argparse.Namespace
@@ -91,7 +91,7 @@ def has_saved(job: Job) -> bool:
 
 
 def _fixed(job: Job) -> dict[str, Any]:
-    """Return the fixed fields of the layout: those of the job's ``fix``, and of its checkpoint."""
+    """Return the layout fields that are fixed by the job's ``fix`` or by its checkpoint."""
     if not has_saved(job):
         return dict(job.fix)
     saved, is_deepspeed = saved_job(Path(str(job.checkpoint)))

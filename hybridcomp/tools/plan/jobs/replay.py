@@ -1,4 +1,4 @@
-"""Replay the arrivals of jobs under a policy that knows only what has arrived."""
+"""Replay the arrivals of jobs under a policy that knows only the jobs that have arrived."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hybridcomp.tools.plan.jobs.state import ClusterState, JobRates, Places, Sha
 class Replayed:
     """Figures of a replayed trace.
 
-    mean_seconds: from a job's arrival to its end. last_seconds: until all have ended.
-    changes: of jobs that ran and went on on other ranks or waited.
+    mean_seconds: mean time from a job's arrival to its end. last_seconds: time at which the last
+    job ends. changes: how often a running job had to move to other ranks or to wait.
     """
 
     mean_seconds: float
@@ -24,7 +24,7 @@ class Replayed:
 
 
 def compared(tasks: Sequence[JobRates], shape: Shape, pause: float) -> dict[str, Replayed]:
-    """Replay ``tasks`` under all policies. The best fixed size is known afterwards only."""
+    """Replay ``tasks`` under all policies, and under the best fixed size, known only afterwards."""
     sizes = [replay(tasks, shape, pause, FirstIn(size)) for size in shape.sizes]
     return {
         "first in, first out": replay(tasks, shape, pause, FirstIn()),

@@ -25,9 +25,9 @@ Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 
 @dataclass(frozen=True)
 class JobRanks:
-    """The ranks of a job: limits, the number for first in, first out, and the ranks it has now.
+    """The ranks of a job: limits, the number that it asks for, and the ranks that it has now.
 
-    asked: ranks under the policy first in, first out; None: ``most``, at most the ranks of a node.
+    asked: number of ranks under the policy first in, first out; None: as many as fit into a node.
     """
 
     __pydantic_config__ = STRICT
@@ -43,12 +43,12 @@ class Job:
     """A job that waits or runs.
 
     Attributes:
-        name: also of its folder and Slurm job.
-        model, length, samples, fix, base: as of ``hybridcomp plan``.
-        samples_left: until it ends.
-        priority: weight of its seconds.
-        arrival: seconds, on the clock of ``--now``.
-        command: starts it, with places to fill in; empty: ``start_command.general``.
+        name: name of the job, of its folder and of its Slurm job.
+        model, length, samples, fix, base: as the options of ``hybridcomp plan``.
+        samples_left: samples that the job has to train until it ends.
+        priority: weight of the job's seconds in the mean over all jobs.
+        arrival: time of arrival in seconds, on the clock of ``--now``.
+        command: command that starts the job, with placeholders; empty: ``start_command.general``.
         checkpoint: folder from which ``hybridcomp replan`` resumes it.
         resumes: whether the script continues on other ranks by itself (``hybridcomp.resume``).
     """
@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobList:
-    """All jobs, the seconds that a job loses on other ranks, and the last search's answers."""
+    """All jobs, the seconds that a change of ranks costs, and the last search's population."""
 
     __pydantic_config__ = STRICT
 

@@ -1,4 +1,4 @@
-"""Jobs and ranks at one moment: where each job would run, and the seconds until all have ended."""
+"""Jobs and ranks at one moment: where each job would run, and when jobs are expected to end."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Shape:
 class JobRates:
     """A job as the search sees it.
 
-    rates: samples a second by number of ranks, of those numbers that it can have.
-    total: samples when it arrived. asked: ranks that first in, first out gives it.
-    is_fixed: it runs, and cannot resume on other ranks.
+    rates: samples a second, by each number of ranks that the job can have.
+    total: samples left when the job arrived. asked: ranks that first in, first out gives it.
+    is_fixed: the job runs, and cannot resume on other ranks.
     """
 
     name: str
@@ -89,8 +89,8 @@ class JobRates:
 class ClusterState:
     """The jobs that are known at a moment.
 
-    left: samples of each. running: numbers of the ranks that jobs have. begun: jobs that have to
-    load a checkpoint, for which they stand still for ``pause`` seconds.
+    left: samples that each job has left. running: the ranks of each running job. begun: jobs that
+    have trained already: on other ranks they have to resume, which takes ``pause`` seconds.
     """
 
     shape: Shape
@@ -101,12 +101,12 @@ class ClusterState:
     pause: float = 0.0
 
     def seconds(self, name: str, ranks: int) -> float:
-        """Return the seconds that a job still trains on ``ranks``, without a pause."""
+        """Return the seconds that a job needs to its end on ``ranks`` ranks, without a pause."""
         return self.left[name] / self.tasks[name].rates[ranks]
 
     @cached_property
     def fixed(self) -> dict[str, int]:
-        """Return the number of ranks of each job that keeps them."""
+        """Return the number of ranks of each job that cannot change its ranks."""
         return {name: len(self.running[name]) for name, one in self.tasks.items() if one.is_fixed}
 
     @cached_property
@@ -121,11 +121,11 @@ class ClusterState:
         return self._leaves_no_gaps or self.place(allocation) is not None
 
     def place(self, allocation: Allocation) -> Places | None:
-        """Number the ranks of each job (ONES' reorder); None where they do not fit.
+        """Assign ranks to each job (ONES' reorder); return None if the jobs do not fit.
 
-        Jobs that keep their number of ranks stay where they are. Where that leaves no place for
-        the others, all but the fixed ones are placed anew: the largest first, on as few nodes as
-        possible, and rather where they are than elsewhere.
+        Jobs whose number of ranks does not change keep their ranks. If the other jobs do not fit
+        then, all jobs but the fixed ones are placed anew: the largest first, on as few nodes as
+        possible, preferably on the nodes on which they run now.
         """
         kept = {name: ranks for name, ranks in self.running.items()
                 if allocation.get(name) == len(ranks)}  # fmt: skip
@@ -163,9 +163,9 @@ class ClusterState:
     def expected(self, allocation: Allocation) -> float:
         """Return the mean seconds until the known jobs end, weighted by priority.
 
-        Jobs of ``allocation`` run now to their ends, the others start as ranks become free, the
-        shortest by its priority first; nobody else arrives. A job that goes on on other ranks
-        pays the pause. Infinite where the jobs do not fit.
+        Jobs of ``allocation`` run from now to their ends; waiting jobs start as ranks become free,
+        in order of seconds over priority; no other job arrives. A job that resumes on other ranks
+        pays the pause. Returns infinity where the jobs do not fit.
         """
         places = self.place(allocation)
         if places is None:
@@ -204,10 +204,10 @@ class ClusterState:
 def _take(
     free: list[list[int]], size: int, of_node: int, own: Iterable[int], disturbed: list[int]
 ) -> tuple[int, ...] | None:
-    """Take ``size`` ranks out of ``free``, by node; None, and ``free`` unchanged, without room.
+    """Take ``size`` ranks out of ``free`` (by node); return None, changing nothing, if none fit.
 
-    Whole nodes: first the job's nodes, then the nodes that others use least. A part of a node: of
-    the node that the job has most of, then of the fullest.
+    Whole nodes: first those with most of the job's own ranks, then those with the fewest busy ones.
+    Part of a node: from the node with most of the job's own ranks, then from the fullest node.
     """
     own = set(own)
     whole = size // of_node if size % of_node == 0 else 1

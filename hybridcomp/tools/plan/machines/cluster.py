@@ -43,13 +43,13 @@ from hybridcomp.tools.plan.machines.speeds import dtypes_of, speeds_of
 class Cluster:
     """Ranks of a cluster with the seconds of their links, codecs, copies, kernels and trainings.
 
-    encoded, channels: messages of collectives alone, and through the channels of their dimensions.
-    host_codecs: codecs on the hosts of GPUs, with the cores that copies between device and host
-    use; on CPUs ``codecs`` stands for them. left_out: messages of both kinds that were not timed.
-    message: what the host does for an encoded message, where none was timed: of a description.
-    made: versions and back end that it was measured with. nodes_per_site: consecutive nodes that
-    share a switch or a site (0: there are no sites), uplinks: sends between two sites. drives:
-    files of a node's drive. host_nbytes: memory of a node's host (0: not known, none is refused).
+    encoded: timed collectives without a channel. channels: timed messages through a dimension's
+    channel. left_out: messages of either kind that were not timed. host_codecs: codecs on the hosts
+    of GPUs, on the cores that also serve copies; hosts without GPUs have them in ``codecs``.
+    message: host seconds of an encoded message, in a description, which has no timed messages.
+    made: versions and back end of the measurement. nodes_per_site: consecutive nodes that share a
+    switch or a site (0: there are no sites). uplinks: sends between two sites. drives: files of a
+    node's drive. host_nbytes: memory of a node's host (0: unknown, so no plan is refused for it).
     """
 
     __pydantic_config__ = STRICT
@@ -150,7 +150,7 @@ class Cluster:
         self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
         ranks: int, nodes: int, busy: bool = False,
     ) -> tuple[Estimate, Estimate]:  # fmt: skip
-        """Return seconds of coding and of wire of one encoded collective, without overhead."""
+        """Return the coding seconds and the wire seconds of one encoded collective."""
         shape = rings.encoded_shape(operation, ranks)
         coding = Estimate.total(
             self.coding(setting, dtype, share * numel, direction)
@@ -165,14 +165,14 @@ class Cluster:
         self, operation: Operation, ranks: int, nodes: int, setting: str = "",
         dimension: str = "", busy: bool = False,
     ) -> Overhead:  # fmt: skip
-        """Return the overhead of an encoded message beside coding and wire, of the nearest group.
+        """Return an encoded message's overhead on top of coding and wire, from the nearest group.
 
         Args:
-            setting: of the codec; those whose payloads vary in size also exchange the sizes.
-            dimension: the one whose channel sends it, if timed; else the collective counts.
+            setting: the codec's; ranks also exchange payload sizes if its payloads vary in size.
+            dimension: its channel sends the message; if not timed, a collective alone counts.
             busy: all other groups of this shape send at the same time.
 
-        Where no such message was timed it is ``message``, and zero without that.
+        A described cluster returns ``message``; one without any such timing returns zero.
         """
         if self.message is not None:
             return Overhead(self.message.seconds(ranks), 1.0)
@@ -187,7 +187,7 @@ class Cluster:
     def copy(self, direction: Tier, nbytes: float) -> Estimate:
         """Return seconds of a copy between device and host, or of a file on the drive.
 
-        Raises HybridcompError if they are not known.
+        Raises HybridcompError if the cluster has no such row.
         """
         known = (*self.copies, *self.drives)
         rows = [(row.nbytes, row.seconds) for row in known if row.direction == direction]
@@ -201,8 +201,8 @@ class Cluster:
     def kernel(self, kind: Kind, dtype: str, size: float, rank: int = 0) -> Estimate:
         """Return the seconds of a kernel of ``size`` on ``rank`` (see ``Kernel``).
 
-        Matrix products stand for blocks that were not measured, and the rank's FLOP/s for products
-        that were not. Raises HybridcompError where nothing is known.
+        A block that was not measured counts as a matrix product; a product that was not measured
+        takes the rank's FLOP/s. Raises HybridcompError where the rank has neither.
         """
         if not size:
             return NOTHING

@@ -98,7 +98,7 @@ def _check_rates(cluster: Cluster, name: str) -> None:
 def write(cluster: Cluster, path: str | Path) -> None:
     """Write a measured cluster, one row a line, so that two files can be compared.
 
-    Raises OSError, and then leaves the file at ``path``, or that there is none, as it was.
+    Raises OSError, and then leaves an existing file at ``path`` as it was and creates none.
     """
     whole = to_json(cluster)
     parts = []

@@ -11,7 +11,7 @@ from hybridcomp.tools.plan.machines.rows import Beside, Coding, Direction
 
 
 def coded(rows: Iterable[Coding]) -> dict[tuple[Any, ...], Curve]:
-    """Return the curve of every setting, dtype, direction and ``beside`` through ``rows``."""
+    """Return curves through ``rows``, one for each setting, dtype, direction and ``beside``."""
     return curves(
         ((row.setting, row.dtype, row.direction, row.beside), row.numel, row.seconds)
         for row in rows
@@ -21,7 +21,7 @@ def coded(rows: Iterable[Coding]) -> dict[tuple[Any, ...], Curve]:
 def coding_of(
     table: Mapping[tuple[Any, ...], Curve], setting: str, dtype: str, direction: Direction
 ) -> dict[tuple[str, Beside], Curve]:
-    """Find curves by setting and ``beside``: of the setting, else of others of its codec.
+    """Find the curves of a setting, else of its codec's other settings; by setting and ``beside``.
 
     Raises HybridcompError where no setting of the codec was measured.
     """

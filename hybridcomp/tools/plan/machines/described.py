@@ -30,7 +30,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 #: most ranks of a cluster: a search over more does not end
 MOST_RANKS = 1 << 16
 Whole = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-#: two sizes are enough for every other one: assumed figures lie on straight lines
+#: the two sizes of assumed rows, which give every other size: assumed figures lie on straight lines
 SMALL, LARGE = 1, 1 << 28
 #: bytes that an Adam step reads and writes for each value
 ADAM_NBYTES = 28.0
@@ -47,8 +47,8 @@ def _assumed(value: float, spread: float) -> Estimate:
 class Link:
     """A link: its latency and its bandwidth.
 
-    gbytes_per_second (1e9): inside a node, of one rank to another; between nodes, of a whole node,
-        which its ranks share; an uplink, of a whole site.
+    gbytes_per_second: bandwidth in 1e9 bytes/s. Inside a node it is that from one rank to another;
+        between nodes that of a whole node, shared by its ranks; of an uplink that of a whole site.
     """
 
     __pydantic_config__ = STRICT
@@ -92,9 +92,9 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """Microseconds of the host for an encoded message, beside launches: ``us``, and more by rank.
+    """Host microseconds of an encoded message, launches excluded: ``us``, and a part per rank.
 
-    The defaults are those of a bucket's all-reduce and of a bucket to its owners, without a wire
+    The defaults were timed on the all-reduce of a bucket and its reduction to owners, without wire
     (``scripts/benchmarks/bench_host.py --ranks 8 64 256 1024 4096``, docs/results/scale.md).
     """
 
@@ -104,7 +104,7 @@ class HostSpeed:
     us_per_rank: NotBelow = 0.005
 
     def message(self, spread: float) -> MessageHost:
-        """Return the fixed cost of a message as a cluster holds it, in seconds."""
+        """Return the host's cost of a message in seconds, as a row of a cluster."""
         return MessageHost(*(_assumed(1e-6 * us, spread) for us in (self.us, self.us_per_rank)))
 
 
@@ -113,20 +113,20 @@ class Description:
     """Description of a cluster that was not measured.
 
     Attributes:
-        nodes, ranks_per_node: numbers of both; rank r is on node ``r // ranks_per_node``.
+        nodes, ranks_per_node: how many there are; rank r is on node ``r // ranks_per_node``.
         device: name of the ranks' devices.
-        memory_gb: of a rank (1e9 bytes).
+        memory_gb: device memory of a rank (1e9 bytes).
         tflops: speed of a rank in a transformer's matrix products (1e12 FLOP/s), by dtype.
         inside, between: links inside and between nodes.
         nodes_per_site: consecutive nodes that share a switch or a site. uplink: link of a site.
-        memory_gbytes_per_second: of the device's memory, for everything that is no matrix product.
-        speeds: ranks that are slower than the others, such as ``{"3": 0.5}``.
-        codecs: by name or setting, such as ``blockint`` or ``blockint(bits=4)``.
-        host: copies between device and host. host_codecs: as ``codecs``, on the hosts of GPUs.
-            host_memory_gbytes_per_second: of the hosts' memory, for an optimizer on the host;
+        memory_gbytes_per_second: speed of device memory, which limits all but matrix products.
+        speeds: relative speeds of ranks that are slower than the others, such as ``{"3": 0.5}``.
+        codecs: speeds by name or setting, such as ``blockint`` or ``blockint(bits=4)``.
+        host: link between device and host. host_codecs: speeds of codecs on the hosts of GPUs.
+            host_memory_gbytes_per_second: speed of host memory, for an optimizer on the host;
             without it the host's optimizer is taken to be as fast as the device's.
-        host_memory_gb: of a node's host (1e9 bytes). drive: of a node, which its ranks share.
-        message: what the host does for an encoded message.
+        host_memory_gb: memory of a node's host (1e9 bytes). drive: a node's, shared by its ranks.
+        message: the host's time for an encoded message.
         spread: relative error of every figure, at most.
     """
 
@@ -222,7 +222,7 @@ class Description:
         ]
 
     def _drives(self) -> list[Copy]:
-        """Return the rows of files, of which each rank has its share of the drive's speed."""
+        """Return the rows of files; each rank of a node gets an equal part of the drive's speed."""
         if self.drive is None:
             return []
         rate = self.drive.gbytes_per_second / self.ranks_per_node

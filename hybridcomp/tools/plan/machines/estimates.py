@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
 
     value: the median, in the unit that the field with this figure states.
     low, high: the quartiles; of a figure that was not measured, the range thought possible.
-    assumed: it was not measured, but written down, or it follows from such a figure.
+    assumed: the number was written down instead of measured, or computed from such a number.
     """
 
     value: Number
@@ -34,11 +34,11 @@ class Estimate(NamedTuple):
 
     @classmethod
     def exact(cls, value: float, *, assumed: bool = False, spread: float = 0.0) -> Estimate:
-        """Return ``value``, with a range of the share ``spread`` of it on both sides."""
+        """Return ``value`` with a range of the fraction ``spread`` of it on either side."""
         return cls(value, value * (1 - spread), value * (1 + spread), assumed)
 
     def plus(self, other: Estimate) -> Estimate:
-        """Return the sum; its ends are the sums of both low and of both high ends."""
+        """Return the sum; its ``low`` is the sum of the lows, its ``high`` that of the highs."""
         return Estimate(
             self.value + other.value, self.low + other.low, self.high + other.high,
             self.assumed or other.assumed,
@@ -88,9 +88,9 @@ Stored = Annotated[Estimate, AfterValidator(_ordered)]
 class Curve:
     """Seconds against a size: straight lines (latency and bandwidth) between measured points.
 
-    The line of the first two points continues below the first; above the last continues that of the
-    last two, or, where it does not rise, the slope over all points. No line falls beyond the
-    points: a larger message that happened to be faster counts as equally fast.
+    Sizes below the first point are on the line of the first two points. Sizes above the last point
+    are on the line of the last two, or, where that does not rise, follow the slope over all points.
+    No extrapolation falls: a larger message that happened to be faster counts as equally fast.
     """
 
     sizes: tuple[float, ...]

@@ -17,9 +17,9 @@ from hybridcomp.tools.plan.machines.rows import Beside, Operation, Timing
 
 
 class Links:
-    """Seconds of native messages. ``ranks_per_node``: of the largest node.
+    """Seconds of native messages. ``ranks_per_node``: ranks of the largest node.
 
-    ``uplinks``: sends between sites of ``ranks_per_site`` ranks, which share a site's link.
+    ``uplinks``: sends between sites; the ``ranks_per_site`` ranks of a site share its link.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class Links:
 
         Args:
             busy: all other groups of this shape send at the same time.
-            computing: they do, and the ranks compute at the same time.
-            sites: that the ranks are on; over several it takes what the slower links take.
+            computing: all other groups send, and all ranks compute at the same time.
+            sites: sites that the ranks span; over several, the slower of node links and uplinks
+                sets the seconds.
 
-        Raises HybridcompError where neither this nor a send over such links is known.
+        Raises HybridcompError where neither this collective nor a send over its links is known.
         """
         if ranks < 2 or not nbytes:
             return NOTHING
@@ -69,7 +70,7 @@ class Links:
         self, operation: Operation, nbytes: float, ranks: int, nodes: int, busy: bool,
         computing: bool,
     ) -> Estimate:  # fmt: skip
-        """Return the seconds that the links of nodes, or inside of one, take."""
+        """Return the seconds over the links between nodes, or inside one node, without uplinks."""
         wanted: tuple[Beside, ...] = ("compute", "groups") if computing else ("groups",)
         for beside in wanted if busy or computing else ():
             curve = self._curves.get((operation, ranks, nodes, beside))

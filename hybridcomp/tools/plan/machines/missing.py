@@ -15,7 +15,7 @@ def missing(cluster: Cluster, offload: bool = True, engine: str = "deepspeed") -
 
     Args:
         offload: whether copies between device and host matter.
-        engine: the one whose small trainings matter.
+        engine: engine for which timed trainings of a small model are wanted.
     """
     yield from _of_messages(cluster)
     yield from _of_devices(cluster, engine)
@@ -85,7 +85,7 @@ def _steps_on_host(cluster: Cluster) -> bool:
 
 
 def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
-    """Yield a sentence for each longer size of messages that was not timed."""
+    """Yield a sentence for each size of messages that was left out because it takes too long."""
     sizes: dict[tuple[int, int, str, float], list[LeftOut]] = {}
     for row in rows:
         sizes.setdefault((row.numel, row.timed, row.dtype, row.factor), []).append(row)

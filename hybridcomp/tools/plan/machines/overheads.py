@@ -21,7 +21,7 @@ Kind = TypeVar("Kind", bound=Hashable)
 Row = TypeVar("Row", Encoded, Carried)
 #: ranks and nodes of a group
 Size = tuple[int, int]
-#: dimensions whose messages of an operation go through the same code as another's
+#: (dimension, operation) -> dimension whose messages go through the same code
 SAME_WAY: Mapping[tuple[str, Operation], str] = {("cp", "all_to_all"): "ep"}
 #: dimension, operation, fixed size of payloads or not, other groups sending as well or not
 Channel = tuple[str, Operation, bool, bool]
@@ -38,7 +38,7 @@ class MessageCosts:
     """Overheads of messages beside coding and wire, by dimension where channels were timed.
 
     Args:
-        encoded, carried: messages of collectives alone, and through channels.
+        encoded: timed collectives without a channel. carried: timed messages through channels.
         parts: returns the seconds of coding and wire of a message.
         fixed_size: returns whether payloads of a setting have a fixed size.
     """
@@ -108,7 +108,7 @@ def overheads(
     Args:
         parts: returns the seconds of coding and wire of a message.
         kind: returns the key of messages that are fitted together: their operation, and whether
-            payloads have a fixed size; others also exchange the sizes.
+            payloads have a fixed size (if not, the ranks also exchange the sizes).
     """
     return {
         key: {size: _overhead(own, parts) for size, own in sizes.items()}
@@ -134,7 +134,7 @@ def _more(row: Carried) -> Estimate:
 def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
     """Fit ``seconds = host + factor * parts`` to two sizes of each setting; return the medians.
 
-    One size alone has factor 1: short messages often pass faster than their share of a long one.
+    With one size the factor is 1: short messages often cost less per byte than long ones.
     """
     hosts: list[Estimate] = []
     factors: list[float] = []
@@ -157,7 +157,7 @@ def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
 
 
 def closest(known: Collection[Size], ranks: int, nodes: int) -> Size:
-    """Return the most similar (ranks, nodes) of ``known``: first by crossing nodes or not."""
+    """Return the most similar (ranks, nodes) of ``known``; crossing nodes or not counts first."""
 
     def distance(group: Size) -> tuple[bool, float]:
         size = abs(math.log(group[0] / ranks)) + abs(math.log(group[1] / nodes))

@@ -71,7 +71,7 @@ def crossing_nbytes(operation: Operation, nbytes: float, ranks: int, nodes: int)
 
 @dataclass(frozen=True)
 class RingShape:
-    """Codec calls of an encoded collective, as shares of its values, and messages, as of bytes."""
+    """Codec calls of an encoded collective (shares of values) and messages (shares of payload)."""
 
     coded: tuple[tuple[Direction, float], ...]
     sent: tuple[tuple[Operation, float], ...]
@@ -80,9 +80,9 @@ class RingShape:
 def encoded_shape(operation: Operation, ranks: int) -> RingShape:
     """Return the codec calls of one rank, and the messages that carry the payloads.
 
-    Shares refer to the message's values and to the payload of all of them: an all-reduce between
-    two ranks swaps whole payloads, which is an all-to-all of twice the bytes; of more ranks it is
-    an all-to-all of chunks and a gather of their sums (``collectives``).
+    Shares are fractions of the message's values, and of the payload of all these values. In an
+    all-reduce two ranks swap whole payloads, which is an all-to-all of twice the bytes; more ranks
+    run an all-to-all of chunks and an all-gather of the chunks' sums (``collectives``).
     """
     others = (ranks - 1) / ranks
     if operation == "send":

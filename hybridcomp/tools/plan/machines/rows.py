@@ -26,7 +26,7 @@ Kind = Literal[
 ]  # fmt: skip
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
-#: where a copy goes; from the drive it goes to the host, too
+#: where a copy goes; ``from_drive`` goes to the host as well
 Tier = Literal["to_host", "to_device", "to_drive", "from_drive"]
 #: the setting of messages without a codec
 NATIVE = "none"
@@ -67,8 +67,8 @@ class MessageHost:
 class Timing:
     """Seconds of one native collective of ``ranks`` ranks on ``nodes`` nodes.
 
-    compute_left: with ``beside`` "compute", the share of the matrix products that a rank still
-        computes in that time.
+    compute_left: under "compute", the fraction of the usual matrix products that a rank computes
+        while the collective runs.
     returned: of a send whose receiver waited for it, the seconds until the sender's call returned.
     """
 
@@ -88,7 +88,7 @@ class Timing:
 class SentMessage:
     """Seconds of a message of hybridcomp, from the call to the result.
 
-    setting: of its codec. numel: values of ``dtype`` of the message; nbytes: of their payload.
+    setting: the codec's. numel: number of values, of ``dtype``; nbytes: bytes of their payload.
     """
 
     __pydantic_config__ = STRICT
@@ -118,8 +118,8 @@ class Carried(SentMessage):
     headers, the order of its calls.
 
     setting: ``NATIVE`` where the channel left the message to upstream. direct: seconds of the same
-    message by torch.distributed alone, timed in turns with it. beside: alone, or as the dimension
-    sends, in all groups of that shape at once.
+    message by torch.distributed alone, timed in turns with it. beside: "alone", or "groups" if all
+    groups of that shape send at once, as the dimension does.
     """
 
     dimension: Literal["tp", "pp", "ep", "cp"]
@@ -129,11 +129,12 @@ class Carried(SentMessage):
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A message of two sizes whose longer one was not timed: its turns would have taken too long.
+    """A message timed in its shorter size only: the longer one would have taken too long.
 
-    dimension: the one whose channel sends it; empty: a collective without channel. setting: of its
-    codec; empty: of every codec. numel: values of the longer message. timed: of the shorter one.
-    factor: assumed for coding and wire of longer messages, as it takes two sizes to measure it.
+    dimension: its channel sends the message; empty: a collective without a channel. setting: the
+    codec's; empty: every codec. numel: values of the longer message. timed: values of the shorter
+    message. factor: assumed factor on coding and wire of longer messages, since only two timed
+    sizes would give it.
     """
 
     __pydantic_config__ = STRICT
@@ -211,11 +212,11 @@ class TrainedSmall:
     Only these seconds include the host's work for a step, a micro-batch and a bucket, and the
     slowdown of compute and messages by each other.
 
-    block: of compression, as in the engine's configuration; empty: the engine alone. blocks: of
-        the model, each ``flops`` of forward for a micro-batch of ``samples`` samples of ``length``
-        tokens, and ``parameters`` values.
-    micro, last: of a micro-batch that is followed by another one, and of the last one, the
-        optimizer's step included; of the slowest rank.
+    block: the engine's compression block; empty: the engine alone. blocks: number of the model's
+        blocks; each has ``parameters`` values and takes ``flops`` in the forward pass of a
+        micro-batch of ``samples`` samples of ``length`` tokens.
+    micro: seconds of a micro-batch that another one follows. last: seconds of the last micro-batch
+        with the optimizer's step. The figures are those of the slowest rank.
     """
 
     __pydantic_config__ = STRICT

@@ -17,7 +17,7 @@ from hybridcomp.tools.plan.models.sizes import padded
 MULTIPLE = 128
 #: Megatron's default of --position-embedding-type
 LEARNED = "learned_absolute"
-#: switches that give an MLP two matrices in front
+#: switches for a gated MLP, which has two input matrices
 GATED = frozenset({"swiglu", "quick_geglu"})
 #: options that change what a block consists of
 OTHERS = (

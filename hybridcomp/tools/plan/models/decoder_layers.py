@@ -48,9 +48,9 @@ def _norm_kept(model: DecoderSizes, shape: BatchShape) -> float:
 
 
 def _attention(model: DecoderSizes, shape: BatchShape) -> tuple[float, float, float, float, float]:
-    """Return attention's cut and whole weights, FLOPs of forward and of backward, kept bytes.
+    """Return attention's cut weights, whole weights, forward FLOPs, backward FLOPs, kept bytes.
 
-    Kept are normed input, q, k and v, output, and the log-sum-exp of each row in fp32.
+    Autograd keeps normed input, q, k and v, output, and the log-sum-exp of each row in fp32.
     """
     n, t, q = shape.tokens, shape.cut, shape.mesh
     wide = model.query + 2 * max(model.keys, t * model.head_width if t > model.kv_heads else 0)
@@ -80,7 +80,7 @@ def _mlp(
 ) -> tuple[float, float, float, float]:
     """Return a feed-forward layer's cut weights, whole weights, FLOPs of forward, kept bytes.
 
-    Kept are input and output of the activation, both factors where it is gated.
+    Autograd keeps input and output of the activation; of a gated one, both factors.
     """
     t, q = shape.cut, shape.mesh
     matrices = 3 if model.gated else 2
@@ -110,7 +110,7 @@ def _block(model: DecoderSizes, shape: BatchShape, sparse: bool) -> ModelLayer:
         parameters += model.hidden * model.experts
         router = 2 * n * model.hidden * model.experts
         flops, backward = flops + more + router, backward + 2 * (more + router)
-        # router's scores in fp32, tokens of the experts in and out
+        # the router's scores in fp32, and input and output tokens of the experts
         kept += held + 8 * n * model.experts + 2 * shape.width * routed * model.hidden
     if always:
         own, bias, more, held = _mlp(model, shape, always, n)
@@ -134,7 +134,7 @@ def _block_work(model: DecoderSizes, shape: BatchShape) -> float:
 
 
 def _messages(model: DecoderSizes, shape: BatchShape, sparse: bool) -> tuple[Messages, Messages]:
-    """Return the messages of forward (behind attention and MLP) and backward (before them)."""
+    """Return the messages of forward (outputs of attention and MLP) and backward (their inputs)."""
     if shape.mesh > 1:
         between = [model.intermediate] * (2 if model.gated else 1)
         return mesh.block(shape, model.hidden, model.query, model.keys, between)
@@ -149,7 +149,7 @@ def _messages(model: DecoderSizes, shape: BatchShape, sparse: bool) -> tuple[Mes
     expert: tuple[float, ...] = ()
     if sparse and shape.expert > 1:
         expert = (moved * model.per_token * model.hidden,) * 2
-    # backward of the parallel form sums the gradients of both inputs one by one (NeoX)
+    # a parallel block all-reduces the input gradients of attention and of MLP separately (NeoX)
     back = (values,) * 2 if shape.tensor > 1 else ()
     return Messages(sums, context, expert, ring), Messages(back, context, expert, ring)
 

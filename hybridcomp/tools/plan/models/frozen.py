@@ -1,6 +1,6 @@
 """A model of which a part is frozen, as the planner sees it.
 
-Its first blocks (``hybridcomp.freeze``), or a share of every layer, as the weights below adapters.
+Either its first blocks are frozen (``hybridcomp.freeze``), or a share of every layer (adapters).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AdaptedModel(_Wrapped):
         return tuple(self._adapted(layer, shape) for layer in self.model.layers(shape))
 
     def _adapted(self, layer: ModelLayer, shape: BatchShape) -> ModelLayer:
-        """Return ``layer`` without the products of tokens and gradients of frozen weights."""
+        """Return ``layer`` without the FLOPs for the gradients of frozen weights."""
         values = layer.parameters + layer.expert_parameters
         products = min(2 * shape.tokens * values, layer.backward_flops - layer.flops)
         spared = self.frozen * max(0.0, products)
@@ -113,7 +113,7 @@ class FrozenModel(_Wrapped):
 
 
 def partly_frozen(model: Model, frozen: float | None) -> Model:
-    """Return ``model`` with ``frozen`` blocks or, of a fraction, that share of it not trained.
+    """Return ``model`` with its first ``frozen`` blocks, or that fraction of each layer, frozen.
 
     Raises ConfigError for what cannot be frozen.
     """

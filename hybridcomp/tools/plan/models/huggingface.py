@@ -10,12 +10,12 @@ from hybridcomp.tools.plan.models.decoder import Decoder
 
 #: model families that have the layers of ``Decoder``
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-#: those whose key ``attention_bias`` adds biases to all four matrices of attention; key and default
-#: of those with biases of queries, keys and values alone
+#: families whose key ``attention_bias`` adds biases to all four matrices of attention;
+#: ``_QKV_BIAS``: families with biases of queries, keys and values only: their key and its default
 _ALL_BIASES = ("llama", "qwen3", "qwen3_moe")
 _QKV_BIAS = {"qwen2": ("", True), "qwen2_moe": ("qkv_bias", True)}
 GPT_LIKE = ("gpt2", "gpt_neox")
-#: most layers of a model, and the largest other size of it: a search over more does not end
+#: upper limits of the number of layers and of any other size: a search over more does not end
 MOST_LAYERS, MOST = 10_000, 1 << 40
 
 
@@ -34,7 +34,7 @@ def decoder(config: Mapping[str, Any], name: str) -> Decoder:
 
 
 def number(config: Mapping[str, Any], name: str, *keys: str) -> int:
-    """Return the first number among ``keys`` of ``config``, a whole one. Raises ConfigError."""
+    """Return the whole number under the first of ``keys`` in ``config``. Raises ConfigError."""
     for key in keys:
         found = config.get(key)
         if isinstance(found, int | float) and not isinstance(found, bool) and found > 0:

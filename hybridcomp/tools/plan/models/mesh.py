@@ -1,8 +1,8 @@
 """List the messages of layers on a mesh (``hybridcomp.nn.tp2d``): blocks of every product.
 
-Every rank sends its block of the left factor along its row and that of the right one along its
-column; gradients of a backward pass are summed along the same lines. Numbers of values are those of
-this rank's block, which it sends to each of the other ranks of its line once.
+Every rank sends its block of the left factor along its row and its block of the right factor along
+its column; backward passes sum gradients along the same rows and columns. ``numel`` counts the
+values of this rank's block, which the rank sends once to each other rank of its row or column.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def product(shape: BatchShape, inputs: float, outputs: float) -> Messages:
 
 
 def gradients(shape: BatchShape, inputs: float, outputs: float) -> Messages:
-    """Return a linear layer's messages in backward: both blocks again, sums of both gradients."""
+    """Return a linear layer's backward messages: both factors' blocks again, both gradients."""
     values, weight = _blocks(shape, inputs, outputs)
     sums = MeshBlock("gradients", "row", values), MeshBlock("gradients", "column", weight)
     return Messages(mesh=(*product(shape, inputs, outputs).mesh, *sums))
@@ -34,7 +34,10 @@ def _blocks(shape: BatchShape, inputs: float, outputs: float) -> tuple[float, fl
 def block(
     shape: BatchShape, hidden: float, query: float, keys: float, between: Sequence[float]
 ) -> tuple[Messages, Messages]:
-    """Return a block's messages, both passes; ``between``: widths of the MLP's first products."""
+    """Return a transformer block's messages of forward and of backward.
+
+    ``between``: output width of each of the MLP's input matrices (two if it is gated).
+    """
     sizes = [(hidden, query + 2 * keys), (query, hidden), *((hidden, width) for width in between),
              (between[0], hidden)]  # fmt: skip
     return (
@@ -44,7 +47,7 @@ def block(
 
 
 def look_up(table: float) -> tuple[Messages, Messages]:
-    """Return an embedding's messages, both passes: each rank has the tokens of its row already."""
+    """Return an embedding's forward and backward messages; a rank has its row's tokens already."""
     return (
         Messages(mesh=(MeshBlock("weights", "column", table),)),
         Messages(mesh=(MeshBlock("gradients", "column", table),)),
@@ -52,7 +55,7 @@ def look_up(table: float) -> tuple[Messages, Messages]:
 
 
 def output(shape: BatchShape, hidden: float, words: float, tied: bool) -> tuple[Messages, Messages]:
-    """Return the output's messages, both passes: a linear layer, or the tied embedding's table."""
+    """Return the output layer's forward and backward messages, by its own or the tied weight."""
     if not tied:
         return product(shape, hidden, words), gradients(shape, hidden, words)
     logits, table = shape.tokens * words / shape.mesh, hidden * words / shape.mesh**2

@@ -20,8 +20,8 @@ class BatchShape:
     """Sizes of one micro-batch, and the degrees that cut it for one rank of a stage.
 
     micro_batch: samples. length: tokens of a whole sample. width: bytes of a value. tensor,
-    sequence, context, expert, mesh: the degrees of the layout that cut it. slices: of the tokens,
-        one for each pass, taken as equally long. ring: context ranks send keys around a ring.
+    sequence, context, expert, mesh: the layout's degrees that cut the micro-batch. slices: number
+    of token slices, one per pass, taken as equally long. ring: context ranks form a ring of sends.
     """
 
     micro_batch: int
@@ -48,7 +48,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class MeshBlock:
-    """One block sent along a line of a mesh: to all other ranks of the line, or from each.
+    """One block sent along a row or column of a mesh, to all its other ranks or from each of them.
 
     kind: the direction of ``tp2d``. line: ``"row"`` or ``"column"``. numel: values of this rank's
     block.
@@ -61,11 +61,12 @@ class MeshBlock:
 
 @dataclass(frozen=True)
 class Messages:
-    """Values of the collectives of one rank for one layer, one micro-batch and one direction.
+    """Numbers of values in a rank's messages, for one layer, one micro-batch and one direction.
 
-    tensor: of every message that tensor ranks all-reduce (or, with sequence parallelism, gather and
-    scatter). context: of all-to-all. ring: of this rank's keys, and of its values, where they are
-    sent around a ring instead. expert: of all-to-all. mesh: blocks of products on a mesh.
+    tensor: of each all-reduce among tensor ranks (with sequence parallelism: all-gather or
+    reduce-scatter). context: of each all-to-all among context ranks. ring: of this rank's keys and
+    values, where context ranks send them around a ring. expert: of each all-to-all among expert
+    ranks. mesh: blocks of products on a mesh.
     """
 
     tensor: tuple[float, ...] = ()
@@ -79,15 +80,15 @@ class Messages:
 class ModelLayer:
     """One layer on one rank, for one micro-batch.
 
-    flops: forward, of matrix products and attention. backward_flops: of its backward pass.
-    moved_nbytes: read and written in forward by elementwise operations. parameters: values that
-    every replica holds on this rank; expert_parameters: values of experts, which are spread over
-    ``expert`` ranks. kept_nbytes: kept for backward, the input included. input_nbytes: its input
-    alone. work_nbytes: workspace at the peak, beside the kept bytes. output: values of its output
-    on this rank. tensors, expert_tensors: values of each of its parameters, in their order; empty
-    where not known. frozen: share of its parameters without gradients and optimizer states; 1: it
-    has no backward pass either. spared_flops: of the gradients of frozen weights, which are not
-    among ``backward_flops``.
+    flops: FLOPs of matrix products and attention in forward. backward_flops: the same in backward.
+    moved_nbytes: bytes that elementwise operations read and write in forward. parameters: values
+    that every replica holds on this rank; expert_parameters: values of experts, which are spread
+    over ``expert`` ranks. kept_nbytes: bytes kept for backward, the input included. input_nbytes:
+    bytes of the input alone. work_nbytes: workspace at the peak, without the kept bytes. output:
+    values of the output on this rank. tensors, expert_tensors: values of each parameter, in order;
+    empty where not known. frozen: share of the parameters without gradients and optimizer states;
+    1: the layer has no backward pass either. spared_flops: FLOPs of the gradients of frozen
+    weights, which ``backward_flops`` leaves out.
     """
 
     name: str

@@ -19,7 +19,7 @@ TOKENS = {
     "GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFGPT2TokenizerFast": 50257,
     "HFTokenizer": 50277, "SPMTokenizer": 32000, "CharLevelTokenizer": 512,
 }  # fmt: skip
-#: activations with two matrices in front
+#: gated activations, which take two input matrices
 GATED = frozenset({"geglu", "reglu", "bilinear", "swiglu", "glu"})
 #: kinds of attention that have the blocks of ``Decoder``
 ATTENTION = frozenset({"global", "flash"})
@@ -63,10 +63,10 @@ def decoder(config: Mapping[str, Any], name: str) -> Decoder:
 
 
 def _vocabulary(keys: Mapping[str, Any], name: str) -> tuple[int, str]:
-    """Return the padded vocabulary, as written or of the tokenizer, and a remark about the latter.
+    """Return the padded vocabulary, and a remark if it is not written but assumed by tokenizer.
 
-    A file that names no tokenizer and pads nothing is one for weights of the Llama family; for the
-    others the tokenizer hardly matters, as 50257 and 50277 tokens are padded alike.
+    A file that names no tokenizer and pads nothing is taken for one of the Llama family; in other
+    files the tokenizer hardly matters, as 50257 and 50277 tokens are padded to the same number.
     """
     multiple = given(keys, name, "make_vocab_size_divisible_by", 128)
     usual = "SPMTokenizer" if multiple == 1 else "HFTokenizer"
@@ -85,8 +85,8 @@ def _vocabulary(keys: Mapping[str, Any], name: str) -> tuple[int, str]:
 def _width(keys: Mapping[str, Any], name: str, hidden: int, gated: bool) -> int:
     """Return the rows of an MLP's second matrix, as ``ParallelMLP`` of GPT-NeoX computes them.
 
-    Its first matrix has ``intermediate_size`` columns, two thirds of them where the activation is
-    gated, which halves them; ``mlp_multiple_of`` rounds columns and rows up.
+    The first matrix has ``intermediate_size`` columns, or two thirds of that if the activation is
+    gated and so halves its width; ``mlp_multiple_of`` rounds columns and rows up.
     """
     written, factor = keys.get("intermediate_size"), keys.get("expansion_factor")
     multiple = given(keys, name, "mlp_multiple_of", 1)

@@ -14,17 +14,17 @@ class DecoderSizes:
     """Sizes of a decoder.
 
     hidden, blocks, heads, kv_heads, head_width, intermediate, vocabulary: as in config.json.
-    gated: SwiGLU or alike. norm: a LayerNorm has a bias. qkv_bias, out_bias, mlp_bias: of the
-    linear layers. tied: one weight for embedding and output. positions: learned ones, 0: rotary.
-    parallel: attention and MLP read the same residual stream (GPT-J, GPT-NeoX).
-    experts, per_token: of a mixture; dense_blocks: number of first blocks without experts;
+    gated: SwiGLU or alike. norm: a LayerNorm has a bias. qkv_bias, out_bias, mlp_bias: which linear
+    layers have one. tied: one weight for embedding and output. positions: number of learned ones;
+    0: rotary. parallel: attention and MLP read the same residual stream (GPT-J, GPT-NeoX).
+    experts, per_token: experts per layer and per token; dense_blocks: first blocks without experts;
     expert_intermediate, shared_intermediate: width of an expert, of the shared expert.
-    rotary_copies: autograd keeps the fused qkv beside the rotated q and k. composed_norm: torch's
+    rotary_copies: autograd keeps both the fused qkv and the rotated q and k. composed_norm: torch's
     RMSNorm without a fused kernel (CPUs), which computes in fp32 and keeps two more copies.
     attention_copies: copies of the output of attention that are kept.
     held_logits: the training loop holds the logits while backward runs.
     head_norms: queries and keys are normed head by head (Qwen 3).
-    remark: what was taken for granted, for the user.
+    remark: message to the user about sizes that were assumed.
     """
 
     name: str
@@ -57,12 +57,12 @@ class DecoderSizes:
 
     @property
     def query(self) -> int:
-        """Values of a token's queries."""
+        """Width of a token's queries, all heads together."""
         return self.heads * self.head_width
 
     @property
     def keys(self) -> int:
-        """Numbers in a token's keys, and in its values."""
+        """Width of a token's keys, all heads together; its values are as wide."""
         return self.kv_heads * self.head_width
 
     @property

@@ -1,7 +1,7 @@
 """Trace modules with torch's private tools: fake tensors and the counter of FLOPs.
 
-They are in ``torch._subclasses`` and ``torch.utils.flop_counter`` and may move; then only this file
-has to change.
+These tools are in ``torch._subclasses`` and ``torch.utils.flop_counter`` and may move; then only
+this file has to change.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def flop_counter() -> Any:
 class Traced:
     """Trace of one unit: a submodule that stays whole.
 
-    flops, backward_flops: of the two passes. kept_nbytes: storages that autograd kept for it,
-    without weights; widest_nbytes: the largest of them. output: values. inputs: units whose outputs
-    it reads. tensors: values of every one of its parameters.
+    flops, backward_flops: FLOPs of forward and backward. kept_nbytes: bytes that autograd kept for
+    the unit, without weights; widest_nbytes: bytes of the largest kept storage. output: number of
+    output values. inputs: units whose outputs this one reads. tensors: values of each parameter.
     """
 
     name: str
@@ -112,7 +112,7 @@ def trace(
     """Trace one forward and backward pass of ``owner``, unit by unit.
 
     ``run`` runs the forward pass and returns its outputs; this function runs the backward pass of
-    their sum. Call it inside ``fake_mode()``. Parameters outside of all units count for the first.
+    their sum. Call it inside ``fake_mode()``. The first unit also counts parameters outside units.
     """
     watch = _Watch(list(units))
     own: set[int] = set()

@@ -1,7 +1,7 @@
 """Trace any ``nn.Module`` without storage, and scale the trace to other micro-batches.
 
 The units of the module are the members of its ``ModuleList``s and ``Sequential``s, and the
-submodules beside these. A module whose units read more than the unit before (encoder-decoder,
+submodules outside of these. A module whose units read more than the unit before (encoder-decoder,
 several towers) is a graph, which ``algorithms.dag_partition`` splits.
 """
 
@@ -33,7 +33,8 @@ def tokens(samples: int, length: int) -> Sequence[Any]:
 class TracedModel:
     """A ``Model`` from the trace of a module.
 
-    make: builds the module; called where tensors have no storage. inputs: of one micro-batch.
+    make: builds the module, called in a mode without tensor storage. inputs: builds the arguments
+    of one micro-batch.
     """
 
     name: str

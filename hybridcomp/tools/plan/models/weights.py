@@ -13,7 +13,7 @@ from hybridcomp.tools.plan.models.sizes import DecoderSizes
 def block(
     model: DecoderSizes, shape: BatchShape, feed_forward: int, parameters: float
 ) -> tuple[float, ...]:
-    """Return the tensors of a block whose dense feed-forward layer has this width (0: none)."""
+    """Return a block's tensors; ``feed_forward``: width of its dense feed-forward layer, or 0."""
     cut = shape.cut * shape.mesh
     keys = max(model.keys, shape.cut * model.head_width if shape.cut > model.kv_heads else 0)
     widths = [model.query, keys, keys, model.query]
@@ -39,6 +39,6 @@ def experts(
 
 
 def _with_rest(matrices: tuple[float, ...], parameters: float) -> tuple[float, ...]:
-    """Append a tensor with the rest of ``parameters``, which no matrix holds, if any."""
+    """Append one tensor for the ``parameters`` values that are in no matrix, if any."""
     rest = parameters - sum(matrices)
     return (*matrices, rest) if rest > 0.5 else matrices

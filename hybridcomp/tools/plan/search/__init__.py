@@ -5,5 +5,5 @@ budget    the codecs that a budget of error allows
 placing   a layout's cuts and recomputation
 evaluate  the best choices of a placed layout
 search    the fastest plans, by bounds
-nearest   what is said where nothing fits
+nearest   the answer where nothing fits
 """

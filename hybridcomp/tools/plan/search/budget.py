@@ -17,11 +17,11 @@ from hybridcomp.tools.plan.choices import INSIDE, NATIVE, Choice
 LOSSLESS = (Choice.of("expcode"),)
 #: lossless on deltas: twice the saving of a lossless codec on weights (docs/deltas.md)
 LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}), Choice.of("stepcode"))
-#: as the preset ``recommended``: 4 bits for gradients, whose error the optimizer averages over
-#: steps (docs/results/loss.md), and where a delta corrects it
+#: as in the preset ``recommended``: 4 bits are for gradients, whose error the optimizer averages
+#: over steps (docs/results/loss.md), and for deltas, whose error the next delta corrects
 BITS_8 = (Choice.of({"codec": "blockint", "bits": 8}),)
 BITS_4 = (Choice.of({"codec": "blockint", "bits": 4}),)
-#: what crosses nodes that keep a secondary copy of a kind
+#: setting of the messages that update secondary copies in nodes, by kind of copy
 COPIES = {"exact": LOSSLESS_DELTA[1], "bits8": BITS_8[0]}
 BITS_4_DELTA = (Choice.of({"codec": "blockint", "bits": 4, "delta": True}),)
 #: ``dp`` bounds above this one get error feedback (configs/README.md)
@@ -35,7 +35,7 @@ Allowed = float | str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 class AllowedChoices:
     """The choices that each dimension may use.
 
-    allowed: the choices of every dimension beside native, in order; the same for both directions.
+    allowed: the choices of every dimension except native, in order, for either direction.
     name: as the user wrote it. insisted: dimensions with an error bound or explicit settings, for
     which no other codec may stand in.
     """
@@ -46,7 +46,7 @@ class AllowedChoices:
 
     @classmethod
     def parse(cls, written: str | Mapping[str, Allowed]) -> AllowedChoices:
-        """Read a budget: ``"recommended"``, ``"lossless"``, ``"native"``, or one for a dimension.
+        """Read a budget: ``"recommended"``, ``"lossless"``, ``"native"``, or one per dimension.
 
         A dimension takes one of the three names, an error bound (a number), a setting as the block
         writes it, or a list of settings; one that is missing stays native. Raises ConfigError.
@@ -79,10 +79,9 @@ class AllowedChoices:
         return (NATIVE, *fitting)
 
     def keeps(self, copy: str) -> bool:
-        """Return whether nodes may keep a secondary copy of a kind: where its codec is allowed.
+        """Return whether nodes may keep the secondary copy ``copy``: if ``zero`` has its codecs.
 
-        Parameters without loss need ``stepcode`` among those of ``zero``, a copy of 8 bits also
-        ``blockint`` at 8.
+        An exact copy needs ``stepcode``; a copy of 8 bits needs ``blockint`` at 8 bits as well.
         """
         allowed = dict(self.allowed).get("zero", ())
         wanted = [] if copy == "native" else [COPIES["exact"], COPIES[copy]]
@@ -96,7 +95,7 @@ class AllowedChoices:
         """Yield the ``choices`` of ``dp`` that may go with encoded sums inside of sites.
 
         The budget has to allow the codec of these sums (``INSIDE``) for ``dp``, and the choice has
-        to be a lossy codec of fixed bits: no error bound counts what a level leaves out.
+        to be a lossy codec of fixed bits: an error bound does not cover the sums inside sites.
         """
         allowed = dict(self.allowed).get("dp", ())
         if not any(dict(choice.setting) == INSIDE for choice in allowed):
@@ -111,7 +110,7 @@ class AllowedChoices:
     ) -> tuple[AllowedChoices, list[str]]:
         """Return this budget without choices of unknown cost, and the names of their codecs.
 
-        Raises ConfigError where an insisted dimension would lose all its choices.
+        Raises ConfigError where a dimension in ``insisted`` would lose all its choices.
         """
         left: list[tuple[Dimension, tuple[Choice, ...]]] = []
         dropped: list[str] = []
@@ -142,7 +141,7 @@ def _short(value: Allowed) -> str:
 
 
 def _allowed(dimension: Dimension, value: Allowed) -> tuple[Choice, ...]:
-    """Read a dimension's choices beside native. Raises ConfigError."""
+    """Read a dimension's choices, native excluded. Raises ConfigError."""
     if isinstance(value, str):
         if value not in NAMES:
             raise ConfigError(

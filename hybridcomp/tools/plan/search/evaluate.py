@@ -44,7 +44,7 @@ class Evaluator:
     _bases: dict[Layout, list[float]] = field(default_factory=dict)
 
     def ideal(self, zero_stage: int) -> Ideal:
-        """Return the lower-bound prices of this budget at a ZeRO stage."""
+        """Return prices that no choice of this budget undercuts at a ZeRO stage."""
         if zero_stage not in self._ideals:
             keys = [key for name, _ in self.budget.allowed for key in KEYS if key[0] == name]
             options = ((key, options_of(self.job, self.budget, key, zero_stage)) for key in keys)
@@ -118,7 +118,7 @@ class Evaluator:
             kept: list[tuple[Costs, Choice]] = []
             for choice in options_of(self.job, self.budget, key, work.layout.zero_stage):
                 if choice.native and key in SUMS and work.layout.sums_ours:
-                    continue  # what crosses has a codec
+                    continue  # sums that cross nodes need a codec
                 costs = self._costs(work, key, choice, roomy)
                 if any(_beats(other, costs) for other, _ in kept):
                     continue
@@ -134,7 +134,7 @@ class Evaluator:
         kept = 0.0
         for stage in work.stages:
             serial = coding = link = 0.0
-            # a stage does not wait for its posted sends alone
+            # compute may hide the link seconds of these sends
             sent = (one.sent for one in (*stage.forward, *stage.backward))
             apart = work.layout.slices or self.job.has_blocking_pipeline(work.layout)
             posted = tuple(sent) if apart else ()
@@ -158,7 +158,7 @@ class Evaluator:
         return (*costs, kept)
 
     def largest(self, work: Work) -> float:
-        """Return the bytes of all buffers together, each as large as any choice makes it."""
+        """Return the total bytes of codec buffers, each as large as the largest choice makes it."""
         zero_stage = work.layout.zero_stage
         most: dict[str, float] = {}
         for key in _keys(work):
@@ -183,8 +183,8 @@ def options_of(
 ) -> tuple[Choice, ...]:
     """Return the budget's options at ``key`` that take the job's dtype.
 
-    Only native copies where host codecs are unknown. Where the cluster has sites, also sums that
-    are encoded inside of sites.
+    Copies between device and host have native alone where host codecs are unknown. Where the
+    cluster has sites, sums that are encoded inside sites are options as well.
     """
     options = budget.options(key, zero_stage)
     found = tuple(one for one in options if one.codec is None or one.codec.takes(job.dtype))

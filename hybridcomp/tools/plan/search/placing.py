@@ -24,7 +24,7 @@ from hybridcomp.tools.plan.models.model import ModelLayer
 from hybridcomp.tools.plan.search.recomputing import cheapest, need
 from hybridcomp.tools.plan.search.space import UNCUT_ENGINES
 
-#: the layer behind each stage
+#: index of the layer after each stage's last one
 Stops = tuple[int, ...]
 
 
@@ -32,7 +32,8 @@ Stops = tuple[int, ...]
 class Placer:
     """Places layouts, with a cache of cuts and of recomputed segments.
 
-    ``reserve`` below: bytes per parameter kept free for residuals; None: memory has no limit.
+    Its methods take ``reserve``: bytes per parameter to keep free for residuals; None: no limit of
+    memory.
     """
 
     job: PlannedJob
@@ -44,7 +45,7 @@ class Placer:
     )
 
     def places(self, layout: Layout, feedback: bool) -> Iterator[Work]:
-        """Yield cut and recomputed forms of ``layout`` that fit without buffers of codecs.
+        """Yield ``layout`` with cuts and recomputation that fit, buffers of codecs not counted.
 
         feedback: also yield forms that leave room for residuals.
         """
@@ -132,7 +133,7 @@ class Placer:
 
     def _chain_cuts(self, layout: Layout, reserve: float | None, lean: bool) -> Stops | None:
         key: tuple[object, ...] = layout, reserve, lean
-        if reserve is None:  # without memory, replicas and ZeRO do not matter
+        if reserve is None:  # without a memory limit, replicas and ZeRO do not matter
             key = (self.job.shape(layout), layout.stages, layout.passes, None,
                    tuple(self._devices(layout, reserve)))  # fmt: skip
         if key not in self._cuts:
@@ -170,10 +171,10 @@ class Placer:
         return device_nbytes(states(self.job, layout, alone)) + reserve * values
 
     def _cut_seconds(self, layout: Layout, layer: ModelLayer) -> tuple[float, float]:
-        """Return seconds of messages across a cut behind ``layer``, of the stages on both sides.
+        """Return the message seconds of the stages before and after a cut that follows ``layer``.
 
-        A stage waits for the messages that it sends. Where messages block (``meetings``), the stage
-        before the cut waits for the gradient and its send to return, the stage behind for both.
+        A stage waits for the messages that it sends. Where messages block, the stage before the cut
+        waits for the gradient and until its send returns, the stage after it for both messages.
         """
         ahead, back = self._message_seconds(layout, layer)
         if not self.job.has_blocking_pipeline(layout):
@@ -245,7 +246,7 @@ class Placer:
     def _segments_of(
         self, layout: Layout, stage: int, own: StageWork, room: float
     ) -> tuple[tuple[int, int], ...] | None:
-        """Return segments of a stage, as indices in it, that save ``-room`` bytes fastest."""
+        """Return the fastest segments that save ``-room`` bytes, as indices in the stage."""
         blocks = self.job.model.repeated
         layers = [
             layer

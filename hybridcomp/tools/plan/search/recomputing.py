@@ -1,4 +1,4 @@
-"""Choose the segments of a stage to recompute, where any of its layers may be."""
+"""Choose the segments of a stage to recompute, for engines that can recompute any layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cheapest(
 ) -> tuple[tuple[int, int], ...] | None:
     """Find the segments with the fewest extra seconds whose need is within ``limit``; or None.
 
-    The dynamic program knows one pass. The other passes in flight keep less under a smaller limit,
+    The dynamic program sees one pass. The other passes in flight keep less under a smaller limit,
     so several limits are tried, and the need of each result is computed with all passes. Single
     layers from the front, as in Megatron's "block" recomputation, are candidates as well.
     """

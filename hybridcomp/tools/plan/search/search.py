@@ -33,7 +33,7 @@ from hybridcomp.tools.plan.search.tiers import divisions
 DEFAULT = SearchLimits()
 #: budget of the first plan's layout without compression
 NATIVE = "native"
-#: what waits in the heap: not placed, placed, and judged with its best choices
+#: an entry of the heap: a layout, a placed layout, or a simulated one with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
 
 
@@ -65,7 +65,7 @@ def search(
 
 
 def _on_a_mesh(job: PlannedJob, budget: AllowedChoices) -> tuple[Plan, ...]:
-    """Return the fastest plan of FSDP2 on an HSDP mesh, to stand beside DeepSpeed's; else none."""
+    """Return FSDP2's fastest plan on an HSDP mesh, to compare with DeepSpeed's, or nothing."""
     decided = any(value != 1 for value in job.limits.fixed.values())
     if not job.limits.each or job.limits.engine != "deepspeed" or job.cluster.nodes < 2 or decided:
         return ()
@@ -75,7 +75,7 @@ def _on_a_mesh(job: PlannedJob, budget: AllowedChoices) -> tuple[Plan, ...]:
 
 
 def kind_of(plan: Layout) -> str:
-    """Return how a layout shares the model's parameters among the ranks, in words."""
+    """Describe how a layout distributes the model's parameters over the ranks."""
     if not plan.is_uncut:
         return "layers cut, or stages"
     if plan.zero_stage < 3:
@@ -104,8 +104,8 @@ class _Search:
     def run(self, wanted: Callable[[Layout], bool] = lambda layout: True) -> Found:
         """Search the layouts that are ``wanted``, and return the answer.
 
-        Behind the plans that are kept it goes on for kinds of which none is among them
-        (``SearchLimits.each``).
+        With ``SearchLimits.each`` the search goes on after the last kept plan, for the kinds
+        (``kind_of``) that no plan has yet.
         """
         allowed = (one for one in layouts(self.job, self.refused) if self._allows(one))
         every = [one for one in allowed if wanted(one)]
@@ -141,7 +141,7 @@ class _Search:
         return found if plans else nothing(self.job, self.placer, every, found)
 
     def _allows(self, layout: Layout) -> bool:
-        """Return whether the budget has the codecs of copies, sums and kept weights."""
+        """Return whether the budget has the codecs that ``layout`` needs for copies and sums."""
         sums = not layout.sums_ours or self.budget.acts("dp")
         kept = layout.frozen == "gathered" or (
             self.budget.acts("zero") and self.job.can_price("zero", KEPT)

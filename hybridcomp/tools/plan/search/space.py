@@ -224,7 +224,7 @@ def searches_gathers(job: PlannedJob, layout: Layout) -> bool:
 
 
 def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:
-    """Yield ranks of a node and kinds of its secondary copy, none where DeepSpeed has no hpZ."""
+    """Yield ranks of a node with a kind of its secondary copy; nothing where hpZ is impossible."""
     ranks, parts = layout.size("replicas"), (layout.innermost, layout.context, layout.expert)
     nodes, _ = job.groups.of(layout, "replicas")
     if job.limits.engine not in UNCUT_ENGINES or layout.zero_stage != 3 or parts != (1, 1, 1):
@@ -232,7 +232,7 @@ def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:
     if nodes < 2 or ranks % nodes or ranks == nodes:
         return
     yield ranks // nodes, "native"
-    if job.dtype.itemsize == 2:  # steps are those of bf16 and fp16
+    if job.dtype.itemsize == 2:  # the codec of steps takes bf16 and fp16
         yield ranks // nodes, "exact"
         yield ranks // nodes, "bits8"
 
@@ -247,7 +247,7 @@ def _meshes(job: PlannedJob, layout: Layout) -> Iterator[Layout]:
 
 
 def _keeps_frozen(job: PlannedJob, layout: Layout) -> bool:
-    """Return whether ZeRO 3 gathers weights below adapters, which ranks may keep (DeepSpeed)."""
+    """Return whether ZeRO 3 gathers frozen weights under adapters, which ranks may keep instead."""
     gathers = layout.zero_stage == 3 and layout.size("replicas") > 1
     adapted = any(0 < layer.frozen < 1 for layer in job.layers(layout))
     return gathers and adapted and job.limits.engine in UNCUT_ENGINES
@@ -275,7 +275,7 @@ def _slices(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:
 
 
 def _levels(job: PlannedJob, layout: Layout) -> tuple[bool | tuple[int, int], ...]:
-    """Return the values of ``hierarchy`` to try: those of which a group of replicas has levels."""
+    """Return the values of ``hierarchy`` to try: no more levels than a group of replicas spans."""
     if "hierarchy" in job.limits.fixed:
         given = job.limits.fixed["hierarchy"]
         return (given if isinstance(given, tuple) else bool(given),)
@@ -294,7 +294,7 @@ def _units(job: PlannedJob) -> tuple[int, int]:
 
 
 def _unfit(job: PlannedJob, layout: Layout) -> str | None:
-    """Say why the engine or the model cannot be cut into ``layout``; None where they can."""
+    """Say why the engine or the model does not allow ``layout``; None if both do."""
     engine = job.limits.engine
     if engine == "fsdp2" and not layout.is_uncut:
         return "fully_shard cuts no layer, and has no stages"

@@ -1,9 +1,9 @@
 """Divide a device's memory between optimizer states and gathered parameters (ZeRO 3).
 
-A parameter that is kept between its uses saves a gather, a sub-group of the optimizer that is kept
-saves its copies and is stepped by the device. Which is worth more depends on the speeds of links,
-bus and hosts, native or encoded: the search has every division, and prices them all. States that a
-host has no room for go to its drive, encoded if that is faster.
+A parameter that is kept between its uses saves a gather; a sub-group of the optimizer that is kept
+saves its copies and is stepped by the device. Which of the two is worth more depends on the speeds
+of links, bus and hosts, native or encoded, so the search prices every division of the memory.
+States that a host has no room for go to its drive, encoded if that is faster.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SHARES = 16
 
 
 def divisions(job: PlannedJob, evaluator: Evaluator, work: Work) -> Iterator[Work]:
-    """Yield a placed layout, and it with every share of its optimizer on the host that fits.
+    """Yield a placed layout, and its forms with every share of the optimizer on the host.
 
-    What memory is left holds gathered parameters, with and without room for buffers of codecs.
-    Layouts whose gathers are not searched come back alone.
+    The memory left over holds gathered parameters, with and without room for buffers of codecs.
+    A layout whose gathers are not searched is the only one yielded.
     """
     layout, (stage, *_) = work.layout, work.stages
     model, seen = model_pass(job, layout, stage), set[Layout]()
@@ -56,7 +56,7 @@ def divisions(job: PlannedJob, evaluator: Evaluator, work: Work) -> Iterator[Wor
 def _drive(job: PlannedJob, work: Work, ratio: float, searched: bool) -> float | None:
     """Return the share of the optimizer's states that the hosts have no room for.
 
-    None: these have no drive, or one that the layout cannot use.
+    None: the hosts have no drive, or the layout cannot use it.
     """
     layout, stage, cluster = work.layout, work.stages[0], job.cluster
     own = sum(stage.trained) / layout.size("replicas")
