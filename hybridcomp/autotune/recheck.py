@@ -99,7 +99,7 @@ class StepClock:
         return seconds
 
     def _seconds(self, step: int) -> float:
-        """Return the seconds of one step; without a start it begins at the end of the last step."""
+        """Return a step's seconds, from the last step's end if its start was not recorded."""
         start, stop = self._starts.get(step, self._stops.get(step - 1)), self._stops.get(step)
         return 0.0 if start is None or stop is None else _between(start, stop)
 

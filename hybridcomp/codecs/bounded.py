@@ -77,7 +77,7 @@ class Bounded(Codec):
         mode: "rel" or "abs".
         segment: values of a segment, a multiple of 16 from 64 to 4096.
         family: "auto", "radix" or a codec with a ``ladder``, of which the cheapest setting that
-            keeps the bound is taken. Where none keeps it, messages are lossless.
+            keeps the bound is taken. Messages for which none keeps it are lossless.
         fixed: a setting of a fixed-size codec to use; where it does not keep the bound, lossless.
         inner: number of fp32 additions by which every encoded value was computed.
         rounding: relative error that rounding the result afterwards adds.

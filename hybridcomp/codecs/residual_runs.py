@@ -32,7 +32,7 @@ class ResidualRun:
     def goes_on(self, part: QuantizedResidual, longest: int) -> bool:
         """Return whether ``part`` continues the run.
 
-        ``longest``: most values of the run, ``part`` included. A part that begins inside the run's
+        ``longest``: limit on the run's values with ``part``. A part that begins inside the run's
         last block continues it at any length.
         """
         first, end, start = self.parts[0], self.parts[-1].stop, part.start

@@ -275,7 +275,7 @@ class CompressionConfig(DimensionFields):
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self.codecs().items()
-            # quiet dimensions without a codec add nothing: digests stay as before they existed
+            # quiet dimensions without a codec add nothing, so that older digests stay valid
             if (not ROWS[name].is_quiet or self.active(name))
             and (codec or direction not in ROWS[name].apart)
         }

@@ -79,7 +79,7 @@ class StreamSource(Source):
         return "a full version was asked for: update again"
 
     def applied(self, apply_s: float, decode_s: float) -> None:
-        """Record that a later request is a new one."""
+        """Let the next ``ask`` send a new request."""
         self._has_asked = False
 
     def _receive(self, stack: ExitStack, held: Manifest | None, after_abort: bool) -> Offer | None:

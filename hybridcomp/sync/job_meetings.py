@@ -153,7 +153,7 @@ class JobMeetings(SyncFollower):
                 self.progress.give_up()
                 self._give(roster)
             return True
-        # all islands resume from the same meeting: each continues from its own state
+        # if all islands resume from the same meeting, each keeps its own state
         ours = reached is not None and roster.joining.get(giver) == reached
         if ours and (alike or not self.config.late):
             return True

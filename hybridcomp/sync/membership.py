@@ -170,7 +170,7 @@ class Membership:
             self._say(f"sync: meeting {now.number} of {count} island(s): {'; '.join(words)}")
 
     def leave(self) -> None:
-        """Leave the run, so that nobody waits for this island (``leave``). No collective."""
+        """Leave the run, so that nobody waits for this island. No collective."""
         numbers = range(self.last.number + 1, self._posted + 1)
         depart(self.meet, self.transfer, self.own, numbers, self._limit_s, self._say)
         self._release()

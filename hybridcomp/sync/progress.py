@@ -68,7 +68,10 @@ class Progress:
         return Progress(self.clock, parts, list(self.under_way), self.unsent)
 
     def give_up(self, count: int | None = None) -> None:
-        """Give up the oldest ``count`` pending meetings (default all); send their content again."""
+        """Give up the oldest ``count`` pending meetings; the next ones carry their content.
+
+        ``count``: None: all.
+        """
         for meeting in self.under_way[:count]:
             self.parts[meeting.index].fragment.skip()
         self.under_way = [] if count is None else self.under_way[count:]

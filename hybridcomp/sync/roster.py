@@ -1,4 +1,4 @@
-"""Record a decision on a meeting of islands that are separate jobs."""
+"""Decide on a meeting of islands that are separate jobs: ``Roster`` is the decision."""
 
 from __future__ import annotations
 

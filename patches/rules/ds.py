@@ -259,7 +259,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         lambda job: job.tensor_parallel > 1 and job.tensor_parallel == job.world_size,
     ),
     Rule(
-        # islands of one rank still meet other islands, or are refused
+        # islands of one rank still ``sync`` with other islands
         "note", tuple(name for name in BETWEEN_RANKS if name != "sync"), "one rank",
         "nothing is sent, so nothing is compressed", "", lambda job: job.world_size == 1,
     ),

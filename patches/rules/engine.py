@@ -11,7 +11,7 @@ from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, listed
 from hybridcomp.errors import ConfigError
 
-#: type with the facts of a job that the rules of one upstream read
+#: type that holds a job's facts for the rules of one upstream
 J = TypeVar("J")
 
 #: refuse   results would be wrong: an error for a key that the user wrote, even with

@@ -116,7 +116,7 @@ def _follow_loads(model: Module, attached: Attached) -> None:
 
 
 def _loaded(module: Module, keys: object) -> None:
-    """Record a load; at module level, since pickling a model pickles its hooks."""
+    """Record a load. A hook; at module level, so that a model with it can be pickled."""
     known = _loads.get(module)
     if known is not None and (attached := known()) is not None:
         attached.session.restored = True

@@ -24,7 +24,7 @@ from fuzzing.private_folder import private_folder
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "hybridcomp" / "kernels"
-#: sources of a codec's loops, and the macro that adds it to damage.cpp
+#: sources of a codec's loops; where there are any, damage.cpp gets the macro WITH_<CODEC>
 SOURCES: dict[str, tuple[str, ...]] = {
     "radix": ("radix_decode", "radix_encode"),
     "expcode": ("expcode_decode", "expcode_encode"),

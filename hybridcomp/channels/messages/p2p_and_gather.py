@@ -224,9 +224,9 @@ class Post(Message[Posted]):
     holders: ProcessGroup | None = None
 
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
-        """Return whether ``codec`` makes messages of a size that the backend cannot know.
+        """Return whether messages stay native: ``codec``'s size varies, and there is no gloo.
 
-        Equal on both sides. Raises ConfigError unless the block says ``"on_unsupported":
+        Equal on both sides. If so, raises ConfigError unless the block says ``"on_unsupported":
         "native"``: over NCCL both sides would wait for each other forever.
         """
         backends = channel.group(self.group).backends

@@ -24,7 +24,7 @@ class Fp8OnCuda(CudaFunctions):
         self, form: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """Decode, 256 threads for each block."""
+        """Decode, 256 threads for each block of 4096 values."""
         name = f"fp8_{FORMATS[form]}_" + ("add" if add else f"decode_{DTYPES[dtype]}")
         words = (payload, numel, out)
         self._fixed("casts.cu", (), name, payload, ceil_div(numel, 4096), words)

@@ -112,7 +112,7 @@ class CudaPieces(CudaFunctions):
     ) -> None:  # fmt: skip
         """Launch a decoder for all pieces.
 
-        ``looks``: whether it looks back, which takes a ticket and a word per block and rank.
+        ``looks``: whether it looks back: one ticket, and a word per block and rank.
         """
         for laid in lay_out(self._launcher, pieces, step, ranks=ranks):
             work = self._launcher.zeros(1 + laid.blocks * ranks) if looks else None

@@ -18,7 +18,7 @@ class RowGradients:
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
     def give(self, asked: Asked, gradients: Tensor) -> None:
-        """Send the gradients of ``asked.unique`` (n, width) to their owners, who add them up."""
+        """Send the gradients (n, width) of ``asked.unique`` to their owners, who add them up."""
         if asked.order is not None:
             gradients = gradients.index_select(0, asked.order.to(gradients.device))
         got = self._owners.exchange(gradients, asked.gives, asked.takes, "backward")

@@ -1,6 +1,6 @@
 """Time codecs and copies of a device: every codec by dtype, alone and during matrix products.
 
-Codecs are also timed on the host of a GPU, which codes if it has the optimizer states
+With a GPU, codecs are also timed on the host: it codes if it holds the optimizer states
 (``host_rows``).
 """
 

@@ -74,7 +74,7 @@ class _TimedKernel:
 
 
 def trained_size(device: torch.device) -> BlockSize:
-    """Return the default block of the small trainings, which takes milliseconds each way."""
+    """Return the small trainings' block, whose passes take milliseconds each."""
     return GPU.blocks[0] if device.type == "cuda" else CPU.blocks[3 * len(CPU.blocks) // 4]
 
 

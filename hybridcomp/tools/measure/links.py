@@ -41,7 +41,7 @@ COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatte
 #: this size is never left out: smaller messages take mostly latency and noise, and show no
 #: bandwidth
 SURE = 1 << 20
-#: a larger size is left out if its fewest calls may take this many times the allowance
+#: a larger size is left out if its minimum of calls could take this many allowances
 PATIENCE = 2.0
 #: collectives of gradients and parameters: up to this size, which no cache holds (a line through
 #: sizes that fit into a cache is too flat), they are left out only if they may take more than this

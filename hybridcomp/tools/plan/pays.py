@@ -56,7 +56,7 @@ class Coder:
     """Device that runs the codecs."""
 
     what: str
-    #: 1e9 native bytes/s of encoding or of decoding, by codec or spec; of error bounds: "radix"
+    #: speed of encoding or decoding in 1e9 native bytes/s, by codec or spec ("radix" for bounds)
     speeds: Mapping[str, float]
     message_s: float  # seconds of an encoded message, without those of its bytes
 

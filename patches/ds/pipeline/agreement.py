@@ -40,7 +40,7 @@ class Neighbour:
     gradient_index: int = 0
 
     def restart(self) -> None:
-        """Reset for a new schedule: an evaluation leaves sets for which no gradients come."""
+        """Reset for a new schedule; drop an evaluation's sets, which get no gradients."""
         self.waiting.clear()
         self.activation_index = self.gradient_index = 0
 

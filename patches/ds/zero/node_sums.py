@@ -54,7 +54,7 @@ def at_boundary(optimizer: Any) -> bool:
 
 
 def cross(optimizer: Any) -> None:
-    """Send between nodes the sums that no micro-batch has sent; every rank calls it before a
+    """Send the sums that are still unsent between nodes; every rank calls this before a
     step.
     """
     channels = channels_of(optimizer)

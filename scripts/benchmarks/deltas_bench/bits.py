@@ -24,7 +24,7 @@ def _patterns(values: Tensor) -> Numbers:
 
 
 def steps(reference: Tensor, values: Tensor) -> tuple[Numbers, Numbers]:
-    """Return exponents of the bf16 ``reference``, and deltas between the ordered integers."""
+    """Return exponents of the bf16 ``reference``, and deltas to ``values`` as ordered integers."""
     old, new = _patterns(reference), _patterns(values)
 
     def ordered(bits: Numbers) -> Numbers:

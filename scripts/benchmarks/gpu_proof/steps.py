@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.training_bench.gpu_cells import MEASURED
 
-#: layouts measured first, with these arms only
+#: layouts measured first, with ``ARMS`` only
 BRIEF = ("zero1", "zero2", "tp2", "pp2", "fsdp2", "ddp")
 ARMS = ("recommended", "recommended when auto")
 #: files and folders of GPU tests; each key is a step, and all run in parallel

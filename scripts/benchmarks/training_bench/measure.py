@@ -22,7 +22,7 @@ from benchmarks.training_bench.session import Session
 from benchmarks.training_bench.turns import Job
 from lab.layout import BURST_S
 
-#: steps of native bf16 without a limit that determine the link rate
+#: native bf16 steps at unlimited speed, which determine the link rate
 LOOKS = 6
 #: seconds between progress lines of a running session
 QUIET_S = 20.0

@@ -87,7 +87,7 @@ class EngineCall:
 
     @property
     def inside(self) -> list[int]:
-        """Return, by level, how many ranks sum natively before they encode together."""
+        """Return, by level, how many members sum natively before the sum is encoded."""
         if self.levels < 2 or self.nodes < 2 or self.ranks % self.nodes:
             return []
         widths = [self.ranks // self.nodes]

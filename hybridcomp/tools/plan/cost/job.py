@@ -147,7 +147,7 @@ class PlannedJob:
     def _compute(self, layer: ModelLayer, rank: int) -> tuple[Estimate, Estimate]:
         dtype = self.limits.dtype
         if layer.kind in ("block", "module"):
-            # measured blocks count their backward pass as twice the forward pass
+            # a measured backward speed assumes twice the FLOPs of the forward pass
             more = layer.backward_flops if self.cluster.by_hand else (
                 2 * layer.flops - layer.spared_flops)  # fmt: skip
             return (

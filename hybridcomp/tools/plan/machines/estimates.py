@@ -141,7 +141,7 @@ def _line(start: float, stop: float, share: float) -> float:
     rise = max(0.0, stop - start)
     if share < 0 and not rise:
         return start
-    # between the points the measured values count, even where the larger one was faster
+    # between points follow the measurements, even where the larger size was faster
     slope = stop - start if 0 <= share <= 1 else rise
     origin = start if share <= 1 else stop - rise
     return max(0.0, origin + share * slope)
