@@ -146,6 +146,7 @@ def anew() -> None:
 
 def overflowing(kinds: tuple[bool, ...]) -> None:
     """Overflow in fp16, which shrinks an island's loss scale; all meet as usual."""
+    prepare()
     for sharded in kinds:
         told = block(preset="local-sgd", every=2)
         settings = {**SHARDED, "linear": False} if sharded else PLAIN

