@@ -69,7 +69,7 @@ class Source(ABC):
 
 @dataclass
 class _Waiting:
-    """What a receiver waits for, since when by two clocks, and whether the wait was logged."""
+    """A receiver's wait: for what, since when by two clocks, and whether it was logged."""
 
     what: str
     begun: float

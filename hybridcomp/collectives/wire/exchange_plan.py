@@ -24,7 +24,7 @@ from hybridcomp.collectives.wire.splits import Splits
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PayloadPlan:
-    """How a rank encodes and decodes the payloads of messages with any values.
+    """The coding of payloads on one rank, the same for messages with other values.
 
     Attributes:
         codec, dtype, device: codec, dtype and device of the encoded values; all ranks use this

@@ -14,7 +14,7 @@ from hybridcomp.errors import ConfigError
 
 
 class WeightCut(Protocol):
-    """How a weight is cut over a mesh."""
+    """The cut of a weight over a mesh."""
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
         """Return the part of rank (``row``, ``column``), a copy.
