@@ -144,24 +144,22 @@ class FrozenFront:
             starts = agreed or starts
         if anew:
             self._drop()
-        rows: dict[int, Tensor] = {}
+        # before anything is cached, which may evict other samples of this batch
+        rows = {place: self._take(numbers[place], inputs.device)
+                for place, start in enumerate(starts) if start}  # fmt: skip
         for start in sorted(set(starts)):
             places = [place for place, one in enumerate(starts) if one == start]
-            values: Sequence[Tensor]
             if start == depth and depth:
-                values = [self._take(numbers[place], inputs.device) for place in places]
                 self.hits += len(places)
-            else:
-                values = self._run(start, depth, [numbers[p] for p in places], inputs[places])
-                self.misses += len(places)
-            rows.update(zip(places, values, strict=True))
+                continue
+            values = torch.stack([rows[place] for place in places]) if start else inputs[places]
+            outputs = self._run(start, depth, [numbers[place] for place in places], values)
+            rows.update(zip(places, outputs, strict=True))
+            self.misses += len(places)
         return torch.stack([rows[place] for place in range(len(numbers))]), depth
 
-    def _run(self, start: int, depth: int, numbers: list[int], inputs: Tensor) -> Sequence[Tensor]:
+    def _run(self, start: int, depth: int, numbers: list[int], values: Tensor) -> Sequence[Tensor]:
         """Run the blocks ``start`` to ``depth``, cache the last one's outputs and return them."""
-        values = inputs
-        if start:
-            values = torch.stack([self._take(number, inputs.device) for number in numbers])
         values = self._through(start, depth, values)
         if depth:
             for number, row in zip(numbers, values, strict=True):

@@ -26,8 +26,10 @@ from hybridcomp.inference.verl_seams import SEAMS
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.saved import attempt
 from hybridcomp.job.waits import Notices
+from hybridcomp.log import say
 from hybridcomp.publishing import Publisher, WeightReceiver
-from hybridcomp.publishing.destinations import Folder, folder_of
+from hybridcomp.publishing.destinations import Folder, folder_of, manifests_in
+from hybridcomp.publishing.records import DamagedVersion
 from hybridcomp.publishing.summaries import VersionSummary, check_all
 
 BACKEND = "hybridcomp"
@@ -98,13 +100,17 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Bring a rollout's mirror to the folder's newest version before this sync.
 
         verl starts to send once this has returned on all workers, so the folder's next version is
-        the version of this sync.
+        the version of this sync. A damaged version is no error: the receiver has asked for a full
+        one, which the actors send next.
         """
         if is_rollout:
             if self._receiver is None:
                 self._receiver = WeightReceiver(self._to)
-            self._receiver.update()
-            self._before = self._receiver.version
+            self._before = max(manifests_in(folder_of(self._to)), default=0)
+            try:
+                self._receiver.update()
+            except DamagedVersion as error:
+                say(f"verl: {error}", anywhere=True)
 
     def finalize(self) -> None:
         """Do nothing: the next sync reuses mirror and copies."""

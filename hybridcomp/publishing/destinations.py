@@ -23,7 +23,7 @@ from hybridcomp.log import say
 from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.encoding import Sink
 from hybridcomp.publishing.part_buffers import open_file
-from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifest
+from hybridcomp.publishing.records import MOST_MANIFEST, DamagedVersion, Manifest, read_manifest
 
 PARTS = "parts"
 _MANIFEST = re.compile(r"v(\d{10})\.json")
@@ -120,7 +120,8 @@ def read_manifest_file(path: Path, version: int) -> Manifest:
     """
     try:
         with open_file(path) as file:
-            text = file.read()
+            is_longer = os.fstat(file.fileno()).st_size > MOST_MANIFEST
+            text = b"" if is_longer else file.read()
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -128,6 +129,11 @@ def read_manifest_file(path: Path, version: int) -> Manifest:
             f"version {version}: {quoted_path(path)} cannot be read ({error.strerror}); make it "
             "readable, or copy it again from the sender"
         ) from None
+    if is_longer:
+        raise DamagedVersion(
+            f"version {version}: {quoted_path(path)} is longer than any manifest; copy it again "
+            "from the sender"
+        )
     found = read_manifest(text, quoted_path(path))
     if found.version != version:
         raise DamagedVersion(

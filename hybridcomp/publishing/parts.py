@@ -25,6 +25,7 @@ from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.publishing.checksums import BLAKE2B, XXH3, bytes_of, digest_of
 from hybridcomp.publishing.part_buffers import ALIGN, PartBytes
 from hybridcomp.publishing.records import (
+    MOST_MANIFEST,
     DamagedVersion,
     Manifest,
     PartEntry,
@@ -109,20 +110,20 @@ class ReadPart:
 def read_part(data: PartBytes, entry: PartEntry, manifest: Manifest) -> ReadPart:
     """Check size, head and index of a part of ``manifest``. Raises DamagedVersion."""
     where = f"version {manifest.version}: {entry.file}"
-    size = data.size()
-    if size != entry.nbytes:
-        raise DamagedVersion(
-            f"{where}: expected {entry.nbytes} bytes, found {size}: it is half-written; copy it "
-            "again, or wait until it is there"
-        )
     try:
+        size = data.size()
+        if size != entry.nbytes:
+            raise DamagedVersion(
+                f"{where}: expected {entry.nbytes} bytes, found {size}: it is half-written; copy "
+                "it again, or wait until it is there"
+            )
         end, text = _index_of(data, entry, manifest.checksum)
         index = parsed_json(text.decode())
         mine = (manifest.base, manifest.version, manifest.parent, entry.rank)
         found = tuple(index[key] for key in ("base", "version", "parent", "rank"))
         need(found == mine, "its version")
         return ReadPart(data, entry.file, [_piece(row, end, manifest) for row in index["pieces"]])
-    except (KeyError, TypeError, ValueError, struct.error) as error:
+    except (KeyError, OSError, TypeError, ValueError, struct.error) as error:
         raise DamagedVersion(
             f"{where}: expected a part of this version, found {one_line(error)}; copy it again "
             "from the sender"
@@ -152,7 +153,7 @@ def _index_of(data: PartBytes, entry: PartEntry, checksum: str) -> tuple[int, by
     (nbytes,) = struct.unpack("<Q", tail[:8])
     end = entry.nbytes - TAIL_NBYTES - nbytes
     right = head == part_head(entry.rank) and tail[24:] == TAIL and end >= HEAD_NBYTES
-    need(right, "its checksum is wrong: head or tail")
+    need(right and nbytes <= MOST_MANIFEST, "its checksum is wrong: head or tail")
     text = bytes(bytes_of(data.at(end, nbytes)))
     if checksum == BLAKE2B:
         found = hashlib.blake2b(text, digest_size=16).hexdigest()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.job import saved, small_messages
 from hybridcomp.job.devices import default_device
 from hybridcomp.publishing.weight_ranges import WeightRange
@@ -210,7 +210,7 @@ class Quantizer:
         """Find the largest magnitude of each block, over all ranks; a collective."""
         _, problem = saved.attempt(self._measure_mine)
         rows = list(self.matrices.values())
-        device = self._owned[0].held.read().device if self._owned else default_device()
+        device = next((row.most.device for row in rows if row.most is not None), default_device())
         flat = torch.cat([
             torch.zeros(math.prod(row.blocks), dtype=row.kind, device=device)
             if row.most is None else row.most.to(device).reshape(-1) for row in rows
@@ -220,7 +220,7 @@ class Quantizer:
         for one, part in zip(rows, parts, strict=True):
             one.most = part.view(one.blocks)
         if problem is not None:
-            raise RuntimeError(problem)
+            raise PublishError(problem)
 
     def _measure_mine(self) -> None:
         for matrix in self.matrices.values():

@@ -23,6 +23,8 @@ from hybridcomp.publishing.weights import FP32, PATTERNS, Table
 FORMAT = "hybridcomp_weights"
 #: readable format versions, by the checksum of their values; the last one is written
 FORMAT_VERSIONS = {BLAKE2B: 1, XXH3: 2}
+#: most bytes of a manifest, and of the index of a part
+MOST_MANIFEST = 1 << 30
 _HEX = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 
 

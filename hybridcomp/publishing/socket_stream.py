@@ -34,7 +34,8 @@ def _connected() -> Iterator[None]:
 class TwoWay:
     """A connected socket, on which the sender uses ``write`` and the receiver ``read``.
 
-    The socket's owner closes it. A request for a full version is one frame without bytes.
+    The socket's owner closes it. Its own timeout does not count: a version that comes slowly would
+    be lost. A request for a full version is one frame without bytes.
     """
 
     def __init__(self, connection: socket.socket, still_s: float = STILL_S) -> None:
@@ -44,13 +45,15 @@ class TwoWay:
         self._asking = b""  # rest of a request that was not sent yet
 
     def read(self, nbytes: int, /) -> bytes:
-        """Return up to ``nbytes`` bytes; none at the end of the stream."""
+        """Wait for up to ``nbytes`` bytes and return them; none at the end of the stream."""
         with _connected():
+            self._is_ready(select.POLLIN, None)
             return self._socket.recv(nbytes)
 
     def readinto(self, room: memoryview, /) -> int:
-        """Receive into ``room``; return how many bytes, 0 at the end of the stream."""
+        """Wait for bytes, into ``room``; return how many, 0 at the end of the stream."""
         with _connected():
+            self._is_ready(select.POLLIN, None)
             return self._socket.recv_into(room)
 
     def write(self, data: memoryview | bytes, /) -> int:
@@ -77,10 +80,11 @@ class TwoWay:
         with _connected():
             return self._is_ready(select.POLLOUT, 0.0)
 
-    def _is_ready(self, event: int, seconds: float) -> bool:
+    def _is_ready(self, event: int, seconds: float | None) -> bool:
+        """Wait for ``event`` on the socket, or its end; None: without a limit."""
         poll = select.poll()
         poll.register(self._socket, event)
-        return bool(poll.poll(seconds * 1e3))
+        return bool(poll.poll(None if seconds is None else seconds * 1e3))
 
     def ask_full(self) -> None:
         """Ask the sender for a full version."""

@@ -27,7 +27,7 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.destinations import Destination
 from hybridcomp.publishing.encoding import Sink
-from hybridcomp.publishing.records import Manifest
+from hybridcomp.publishing.records import MOST_MANIFEST, Manifest
 
 #: format number of frames, and of messages between members of a group
 FORMAT = 2
@@ -35,8 +35,8 @@ NAME = b"hcf"
 MARK = NAME + bytes([FORMAT])
 DATA, VERSION, ABORT, ASK = b"D", b"V", b"X", b"A"
 FRAME = struct.Struct("<4sc3xIQI")
-#: most bytes that follow the head of a frame of a part, and of a frame of a manifest
-MOST_FRAME, MOST_MANIFEST = 1 << 26, 1 << 30
+#: most bytes that follow the head of a frame of a part
+MOST_FRAME = 1 << 26
 #: number of bytes in which the next head is searched after a damaged one: four buckets
 MOST_SKIPPED = 1 << 26
 OTHERS = "give the receiver a stream that only a publisher writes to"

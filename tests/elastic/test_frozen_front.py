@@ -175,6 +175,10 @@ def test_the_least_recently_used_go_where_the_host_is_full(
     assert "room for about 4 samples" in said and said.count("are full") == 1
     front([0, 1, 4, 5], values[[0, 1, 4, 5]])
     assert front.hits == 6  # 2 and 3 have gone
+    kept, _ = front([0], values[:1])
+    front([1, 4, 5], values[[1, 4, 5]])
+    found, _ = front([2, 0], values[[2, 0]])  # 2 takes the place of 0, which this batch needs too
+    assert torch.equal(found[1:], kept) and front.hits == 11
 
 
 def test_ranks_of_a_host_share_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,21 @@ def test_a_rollout_gets_the_version_of_each_sync(
     assert said[0].startswith(f"waiting for version {VERSIONS + 1} for 0 s now, for 0.3 s at most")
 
 
+def test_a_damaged_version_does_not_stop_the_next_sync(
+    on_ranks: RunRanks, tmp_path: Path, stand_in: Callable[[Any], None]
+) -> None:
+    stand_in(stand_in_for_verl)
+    importlib.import_module("hybridcomp.inference.verl_engine")
+    on_ranks(2, send, str(tmp_path), 1, 2)
+    part = next((tmp_path / "parts").glob("v0000000002.*"))
+    part.write_bytes(part.read_bytes()[::-1])
+    rollout = engine_of(str(tmp_path))
+    rollout.init_process_group(is_rollout=True)
+    assert list(tmp_path.glob("ask_full.*")) and rollout._before == 2
+    on_ranks(2, send, str(tmp_path), 3, 3)
+    assert received(rollout) == bits(values_of(3).items())
+
+
 def another_export(to: str) -> str:
     """Sync with rank 1 exporting another model; return this rank's error."""
     with verl_on_this_rank():

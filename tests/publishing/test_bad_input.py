@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import torch
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.destinations import PARTS, Folder
+from hybridcomp.publishing.part_buffers import FileBytes
 from hybridcomp.publishing.records import Manifest, _digest, read_manifest
 from tests.publishing.made import (
     SHAPES,
@@ -125,6 +129,17 @@ def odd(key: str, value: object) -> Callable[[Path, Path], None]:
     return lambda folder, _: rewrite(folder, 3, lambda found: found.update({key: value}))
 
 
+def stretch(folder: Path, _: Path) -> None:
+    """Give version 3's first part an index of a terabyte, with a right size and checksum."""
+    path = part_of(folder, 3, 0)
+    tail, nbytes = path.read_bytes()[-24:], 1 << 40
+    with path.open("r+b") as file:
+        file.truncate(nbytes)
+        file.seek(nbytes - 32)
+        file.write((nbytes - 48).to_bytes(8, "little") + tail)
+    rewrite(folder, 3, lambda found: found["parts"][0].update(nbytes=nbytes))
+
+
 AGAIN, ASKED = "copy it again", "a full version was asked for"
 MANIFEST = ("v0000000003.json", "manifest", AGAIN, ASKED)
 #: what happens to version 3 on its way (folder, chains), and words of the error
@@ -144,6 +159,8 @@ DAMAGES: list[tuple[Callable[[Path, Path], object], tuple[str, ...]]] = [
     (odd("parts", 3), MANIFEST),
     (odd("base", "x"), MANIFEST),
     (lambda folder, _: rewrite(folder, 3, lambda found: found.pop("weights")), MANIFEST),
+    (lambda folder, _: os.truncate(manifest_of(folder, 3), 1 << 40), MANIFEST),
+    (stretch, ("version 3", "r00000.part", AGAIN, ASKED)),
     (with_another_part, ("version 3", "r00001.part", "its version", AGAIN)),
     (lambda folder, made: bring(made / "other", folder, 3),
      ("version 3", "expected chain", "make a new WeightReceiver")),
@@ -165,6 +182,18 @@ def test_a_version_that_is_damaged_or_odd(
     damage(folder, made)
     refused(receiver, *words)
     bring(made / "one", folder, 3)
+    applied = receiver.update()
+    assert applied is not None and applied.version == 3
+
+
+@pytest.mark.parametrize("call", ["size", "at"])
+def test_a_disk_that_cannot_be_read(
+    receiver: WeightReceiver, folder: Path, made: Path, call: str
+) -> None:
+    bring(made / "one", folder, 3)
+    error = OSError(errno.EIO, "Input/output error")
+    with mock.patch.object(FileBytes, call, side_effect=error):
+        refused(receiver, "version 3", "Input/output error", AGAIN, ASKED)
     applied = receiver.update()
     assert applied is not None and applied.version == 3
 

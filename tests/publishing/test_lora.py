@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ import hybridcomp
 from hybridcomp.errors import PublishError
 from hybridcomp.inference.adapter_folder import AdapterFolder
 from hybridcomp.inference.checks import refuse_configuration
+from hybridcomp.publishing.checksums import bytes_of
 from tests.publishing.made import error_of, received, same
 from tests.ranks import RunRanks
 
@@ -172,3 +178,29 @@ def test_a_folder_that_engines_load_adapters_from(on_ranks: RunRanks, tmp_path: 
     whole = AdapterFolder(tmp_path / "None", tmp_path / "made", config)
     with pytest.raises(PublishError, match="is no weight of an adapter; publish with lora"):
         whole.update()
+
+
+def test_a_folder_that_could_not_be_written_is_written_by_the_next_update(
+    on_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a new job, whose versions count from 1, keeps its own."""
+    safetensors: Any = ModuleType("safetensors.torch")
+    safetensors.save = lambda tensors, metadata: b"".join(map(bytes_of, tensors.values()))
+    monkeypatch.setitem(sys.modules, "safetensors", ModuleType("safetensors"))
+    monkeypatch.setitem(sys.modules, "safetensors.torch", safetensors)
+    on_ranks(2, one_version, tmp_path)
+    made_by = tmp_path / "made"
+    folder = AdapterFolder(tmp_path / "adapters", made_by, {})
+    full = OSError(errno.ENOSPC, "No space left on device")
+    no_room = mock.patch.object(Path, "write_bytes", side_effect=full)
+    with no_room, pytest.raises(PublishError, match="version 2: .* cannot be written .No space"):
+        folder.update()
+    assert folder.version == 0 and not list(made_by.iterdir())
+    for number in (7, 8, 9):
+        (made_by / f"v{number:010d}").mkdir()
+        os.utime(made_by / f"v{number:010d}", (number, number))
+    path = folder.update()
+    assert path is not None and folder.version == 2
+    assert path.stat().st_mode == (made_by / "v0000000009").stat().st_mode
+    left = sorted(one.name for one in made_by.iterdir())
+    assert left == [path.name, "v0000000009"] and folder.update() is None

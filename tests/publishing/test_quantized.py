@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -181,6 +182,33 @@ def test_what_is_refused(on_ranks: RunRanks) -> None:
     for none, unknown in on_ranks(2, refused):
         assert "no matrix of this model is one that engines quantize" in none
         assert "expected one of fp8, mxfp8" in unknown
+
+
+def cannot_measure(folder: Path) -> str:
+    """Fail to read rank 1's weights while all ranks measure blocks; then publish a version."""
+    fails = [False]
+
+    def read(one: Held) -> Tensor:
+        if fails[0]:
+            raise RuntimeError("no weights here")
+        return one.read()
+
+    weights = held(values_of(1), "ranges")
+    parts = [replace(one, read=partial(read, one)) for one in weights.held]
+    publisher = Publisher(quantized(replace(weights, held=parts), "fp8", None), Folder(folder))
+    publisher.publish()
+    fails[0] = dist.get_rank() == 1
+    told = error_of(publisher.publish)
+    fails[0] = False
+    assert publisher.publish().full
+    return told
+
+
+def test_a_rank_that_cannot_read_measures_with_the_others(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for told in on_ranks(2, cannot_measure, tmp_path):
+        assert told == "version 2 was not published: rank 1: RuntimeError: no weights here"
 
 
 def by_key(folder: Path) -> list[str]:

@@ -7,6 +7,8 @@ import dataclasses
 import io
 import shutil
 import socket
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,6 +309,27 @@ def test_a_socket_ends_like_any_stream() -> None:
     with pytest.raises(PublishError, match="the stream ends inside a version"):
         WeightReceiver(there).update()
     assert not TwoWay(there).wants_full()
+    there.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.01])
+def test_a_version_that_comes_in_pieces_is_waited_for(
+    versions: list[bytes], timeout_s: float
+) -> None:
+    """Whatever timeout the receiver's socket has."""
+    here, there = socket.socketpair()
+    there.settimeout(timeout_s)
+
+    def send() -> None:
+        for part in (versions[0][:10], versions[0][10:500], versions[0][500:]):
+            time.sleep(0.1)
+            here.sendall(part)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert received(there).version == 1
+    sender.join()
+    here.close()
     there.close()
 
 
