@@ -76,6 +76,9 @@ def _parse(
         json.dumps(loaded, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError:
         raise ConfigError(where, "half a character", "expected whole pairs of surrogates") from None
+    except ValueError:  # YAML's aliases
+        found = Shown("settings that contain themselves")
+        raise ConfigError(where, found, "expected a tree of settings") from None
     for key, count in _repeated(loaded):
         raise ConfigError(key, f"{count} times", "expected once; keep one of them")
     return loaded

@@ -92,3 +92,6 @@ def test_advice_about_yaml_is_no_found_value(
     for read in (load_config, read_model, lambda file: base_of(file, "neox")):
         with pytest.raises(ConfigError, match="expected valid YAML"):
             read(path)
+    path.write_text("compression: &block\n  dp: *block\n")
+    with pytest.raises(ConfigError, match="settings that contain themselves"):
+        load_config(path)

@@ -30,6 +30,8 @@ BAD_INPUT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    if sys.stdout is None:  # the shell has closed it, as `>&-` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # replace characters that the terminal cannot encode
         if isinstance(stream, io.TextIOWrapper):

@@ -7,7 +7,7 @@ configuration (with the block in ``deepspeed_extra_args``), a file of Accelerate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,10 +23,18 @@ from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_settings import AUTO, KNOWN, parsed, removed
 from hybridcomp.tools.plan.bits_between import JobTraffic
 
-Whose = Literal["block", "deepspeed", "neox"]
+Whose = Literal["block", "deepspeed", "neox", "accelerate"]
+ACCUMULATION = "gradient_accumulation_steps"
+#: how to add a block to a file that has none
+ADD: Mapping[Whose, str] = {
+    "deepspeed": f'add "{BLOCK}": {{"preset": "recommended"}} to compress',
+    "neox": f'add "{neox.EXTRA}": {{"{BLOCK}": {{"preset": "recommended"}}}} to compress',
+    "accelerate": f'to compress, add "{BLOCK}": {{"preset": "recommended"}} to the JSON file that '
+    f"{accelerate.FILE} names, or write a file of its own that HYBRIDCOMP_CONFIG names",
+}
 #: DeepSpeed's top-level keys that decide what is compressed; DeepSpeed ignores unknown keys
 DECIDING = (
-    "zero_optimization", "bf16", "fp16", "gradient_accumulation_steps", "train_batch_size",
+    "zero_optimization", "bf16", "fp16", ACCUMULATION, "train_batch_size",
     "train_micro_batch_size_per_gpu", "tensor_parallel", "sequence_parallel_size", neox.EXTRA,
 )  # fmt: skip
 #: keys of DeepSpeed that look like misspelt keys of ``DECIDING``
@@ -69,15 +77,33 @@ class JobFile:
     @property
     def accumulation(self) -> int | None:
         """Return the micro-batches of a step; None if the file does not say."""
-        return self._count("gradient_accumulation_steps")
+        return self._count(ACCUMULATION)
 
     @property
     def replicas(self) -> int | None:
         """Return the number of replicas of the model; None if the batch sizes do not say."""
-        whole, own = self._count("train_batch_size"), self._count("train_micro_batch_size_per_gpu")
-        if whole is None or own is None:
+        samples = self._samples
+        if samples is None or self.accumulation is None:
             return None
-        return max(1, whole // (own * (self.accumulation or 1)))
+        return max(1, samples // self.accumulation)
+
+    @property
+    def _samples(self) -> int | None:
+        """Return the micro-batches of a step of all replicas; None if the file does not say."""
+        whole, own = self._count("train_batch_size"), self._count("train_micro_batch_size_per_gpu")
+        return None if whole is None or own is None else whole // own
+
+    @property
+    def leaves_accumulation(self) -> bool:
+        """Return whether DeepSpeed computes the micro-batches of a step from the ranks."""
+        return self._samples is not None and self.accumulation is None
+
+    def among(self, replicas: int) -> JobFile:
+        """Return this file with the micro-batches that DeepSpeed computes for ``replicas``."""
+        if self._samples is None or not self.leaves_accumulation:
+            return self
+        steps = max(1, self._samples // replicas)
+        return replace(self, settings={**self.settings, ACCUMULATION: steps})
 
     def traffic(self) -> JobTraffic:
         """Return the facts that bits between nodes depend on; bf16 if the dtype is open."""
@@ -132,7 +158,7 @@ def read_job_file(path: str | Path) -> JobFile:
         accelerate.refuse_block(source, BLOCK)
         settings = accelerate.ds_settings(source)
         _refuse_elsewhere(settings)
-        return _of_owner("deepspeed", settings, settings)
+        return _of_owner("accelerate", settings, settings)
     if _is_bare(source):
         return JobFile("block", source, {BLOCK: source})
     _refuse_misspelt(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from hybridcomp.tools.compare.runs import short
 
 #: seconds between updates of the age of the last report
 AGE_S = 10.0
+#: seconds without a byte after which standard input has no more for now
+BREAK_S = 0.1
 #: a job is called late after this many intervals between reports
 LATE = 5.0
 #: key of a record that holds dimensions, not the row of a follower
@@ -158,23 +161,31 @@ class LedgerReader:
         self.unreadable = 0  # unreadable lines
         self._file: BinaryIO | None = None
         self._rest = b""
-        if str(path) == "-":
-            os.set_blocking(sys.stdin.fileno(), False)
-            self._file = sys.stdin.buffer
+        self.has_ended = sys.stdin is None  # whether standard input has
 
-    def read(self) -> bool:
+    def read(self, once: bool = False) -> bool:
         """Read the records since the last call; return whether there were any.
 
         An absent file has no records yet. Reads a replaced or shortened file from its beginning,
-        since a restarted job moves the old file aside.
+        since a restarted job moves the old file aside. ``once``: of standard input read all of it.
         """
-        if str(self.path) != "-":
+        if str(self.path) == "-":
+            data = self._standard_input(None if once else BREAK_S)
+        else:
             self._open()
-        data = self._file.read() if self._file is not None else None
-        *whole, self._rest = (self._rest + (data or b"")).split(b"\n")
+            data = self._file.read() if self._file is not None else b""
+        *whole, self._rest = (self._rest + data).split(b"\n")
         for text in whole:
             self._take(text)
         return bool(whole)
+
+    def _standard_input(self, wait: float | None) -> bytes:
+        """Read standard input until it ends or brings nothing for ``wait`` seconds."""
+        parts: list[bytes] = []
+        while not self.has_ended and select.select([sys.stdin], [], [], wait)[0]:
+            parts.append(os.read(sys.stdin.fileno(), 1 << 20))
+            self.has_ended = not parts[-1]
+        return b"".join(parts)
 
     def _open(self) -> None:
         try:
@@ -203,6 +214,8 @@ class LedgerReader:
     def told(self, now: float) -> list[str]:
         """Return the sentences to show beside the table."""
         lines = ["no report yet"] if self.watched is None else list(self.watched.lines(now))
+        if self.watched is None and self._file is None and str(self.path) != "-":
+            lines = ["no report yet: there is no such file"]
         if self.unreadable:
             whole = "line is no record" if self.unreadable == 1 else "lines are no records"
             lines.append(f"{self.unreadable} {whole} of a ledger")

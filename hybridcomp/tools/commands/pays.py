@@ -47,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the table, and the estimate of a step if its options are given."""
     _check(options)
     config, file = _block(options.block)
+    if file is not None:
+        file = file.among(options.ranks or RANKS)
     job, micro_batches = _job(options, file)
     codecs, kept = codecs_of(config), config.zero.keeps_frozen if options.frozen else None
     opened = [] if kept is None else [kept_codec(kept)]

@@ -24,7 +24,7 @@ from hybridcomp.patches.rules.ds_pipeline import Stages
 from hybridcomp.patches.rules.planned import hold_to_plan
 from hybridcomp.sync.islands import check_size
 from hybridcomp.tools.commands import link_picture, memory
-from hybridcomp.tools.commands.job_files import JobFile, read_job_file
+from hybridcomp.tools.commands.job_files import ACCUMULATION, ADD, JobFile, Whose, read_job_file
 from hybridcomp.tools.plan import bits_between
 from hybridcomp.tools.plan.answer.start_command import BLOCK_FILE
 
@@ -33,6 +33,10 @@ DEEPSPEED_START = """\
 start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {file}
         or  torchrun ... -m hybridcomp.run SCRIPT ... (accelerate launch likewise)
         or  hybridcomp.install() in the script, before DeepSpeed's engine is built;
+            {silent}"""
+ACCELERATE_START = """\
+start with  accelerate launch --config_file {file} -m hybridcomp.run SCRIPT ...
+        or  hybridcomp.install() in the script, before accelerator.prepare;
             {silent}"""
 NEOX_START = """\
 start with  GPT_NEOX_HOME=CHECKOUT python -m hybridcomp.patches.neox {file}
@@ -43,6 +47,11 @@ start with  HYBRIDCOMP_CONFIG={file} torchrun ... -m hybridcomp.run SCRIPT ...
         or  hybridcomp.install({text}) in the script, before the model is wrapped;
         or  as "{block}" in the DeepSpeed file;
             {silent}"""
+#: by the file's owner
+_START: Mapping[Whose, str] = {
+    "block": BARE_START, "deepspeed": DEEPSPEED_START, "neox": NEOX_START,
+    "accelerate": ACCELERATE_START,
+}  # fmt: skip
 
 
 def lines(
@@ -84,7 +93,7 @@ def lines(
         elif "sharding" in source and beside.is_file():  # FSDP2 settings of a plan
             todo = f" unless HYBRIDCOMP_CONFIG names {beside}: hybridcomp validate {beside}"
         else:
-            todo = f'; add "{BLOCK}": {{"preset": "recommended"}} to compress'
+            todo = f"; {ADD[found.whose]}"
         yield f"{file}: {why}; everything stays native{todo}"
         if checkpoint is not None:
             yield from _resumed(None, checkpoint, universal)
@@ -93,6 +102,10 @@ def lines(
         check_widths(block.widths, world_size)
         if isinstance(block.sync.islands, int) and block.sync.acts:
             check_size(block.sync.islands, world_size)
+        if found.leaves_accumulation:
+            split = memory.split_of(found, job or memory.JobSize(1, world_size))
+            found = found.among(world_size // split)
+            source = found.settings
     notes = [*found.notes, *idle_notes(block), *_ledger_notes(block)]
     absent = unseen = frozenset[Dimension]()
     if not bare:
@@ -104,6 +117,8 @@ def lines(
         unseen = _unseen(found, known) - absent
         notes += [_NOT_SHOWN[name] for name in _NOT_SHOWN if name in unseen & block.explicit]
         hold_to_plan(block, _written_layout(found.job, world_size))
+        if found.leaves_accumulation and found.job.stage >= 2:
+            notes.append(_COMPUTED)
     if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
         notes.append(_NOT_STRICT)
     sizes = [] if job is None else list(memory.lines(block, found, job))
@@ -118,7 +133,7 @@ def lines(
         yield link_picture.write(picture, block, found, job)
     if checkpoint is not None:
         yield from _resumed(block, checkpoint, universal)
-    start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
+    start = _START[found.whose]
     # escaped, so that a surrogate pair stays two code units
     text = json.dumps(str(file), ensure_ascii=False)
     yield start.format(file=shlex.quote(str(file)), text=text, block=BLOCK, silent=SILENT)
@@ -195,6 +210,10 @@ def _written_layout(job: DeepSpeedJob, world_size: int | None) -> dict[str, int 
     }
 
 
+_COMPUTED = (
+    f"{ACCUMULATION} is not in the file, and is taken as 1: DeepSpeed computes it from the batch "
+    "sizes and the ranks; --world-size N counts them"
+)
 _NOT_STRICT = (
     "this is Hjson (comments, commas): DeepSpeed reads it, Hugging Face's Trainer and Accelerate "
     "read JSON only"

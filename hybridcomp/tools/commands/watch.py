@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if options.once:
         from rich.console import Console
 
-        reader.read()
+        reader.read(once=True)
         Console(soft_wrap=True).print(_shown(reader))
         _write(reader, options.html)
         return 0
@@ -72,14 +72,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _follow(reader: LedgerReader, page: Path | None) -> None:
-    """Update the table at each report, and its age in between, until an exception ends it."""
+    """Update the table at each report, and its age in between, until standard input ends."""
     from rich.console import Console
     from rich.live import Live
 
     console, shown = Console(), float("-inf")
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     with live or contextlib.nullcontext():
-        while True:
+        while not reader.has_ended:
             new, now = reader.read(), time.monotonic()
             if new or now - shown >= AGE_S:
                 _write(reader, page)
@@ -105,7 +105,9 @@ def _shown(reader: LedgerReader) -> Any:
     )  # fmt: skip
     for name, right in zip(rows[0], report.numeric(rows), strict=True):
         justify: Literal["right", "left"] = "right" if right else "left"
-        table.add_column(name, justify=justify, no_wrap=name not in WRAPPED, overflow="fold")
+        # a figure without its last digits would be another figure
+        overflow: Literal["fold", "ellipsis"] = "fold" if name in WRAPPED else "ellipsis"
+        table.add_column(name, justify=justify, no_wrap=name not in WRAPPED, overflow=overflow)
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     return Group(table, *map(Text, reader.told(time.time())))

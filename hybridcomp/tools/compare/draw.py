@@ -139,7 +139,7 @@ def _label(result: Result, tokens: Any, gaps: Any, window: int) -> None:
         gap_curves(result.runs, result.aligned, number, window)[:, start:]
         for number in range(1, len(result.runs))
     ]
-    low = min(0.0, *(float(np.min(curves)) for curves in settled))
-    high = max(0.0, *(float(np.max(curves)) for curves in settled))
+    reached = np.concatenate([np.zeros(1), *(curves[np.isfinite(curves)] for curves in settled)])
+    low, high = float(reached.min()), float(reached.max())
     pad = max(0.15 * (high - low), 0.1)
     gaps.set_ylim(low - pad, high + pad)

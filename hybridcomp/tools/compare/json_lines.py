@@ -24,6 +24,7 @@ from hybridcomp.tools.compare.runs import (
     LoggedTraining,
     Rows,
     check_curve,
+    rises,
 )
 
 #: name of the log in the folder of a run
@@ -58,13 +59,17 @@ def read_training(path: Path, ledger: str) -> LoggedTraining:
     steps, losses = _column(records, "step"), _column(records, LOSS)
     assert steps is not None and losses is not None
     check_curve(path, steps, losses)
-    seconds = _column(records, "seconds")
+    tokens, seconds = _column(records, TOKENS), _column(records, "seconds")
+    if tokens is not None and not rises(tokens):
+        raise CompareError(f"{path}: its tokens do not rise; expected all since the run began")
+    if seconds is not None and not (seconds >= 0).all():
+        raise CompareError(f"{path}: expected seconds of 0 or more in each record of a step")
     beside = path.with_name(ledger)
     return LoggedTraining(
         source=path,
         steps=steps,
         losses=losses,
-        tokens=_column(records, TOKENS),
+        tokens=tokens,
         seconds=None if seconds is None else np.cumsum(seconds),
         speeds=_column(records, SPEED),
         identity=identity_of(header),

@@ -19,7 +19,7 @@ from hybridcomp.tools.compare.figures import named
 from hybridcomp.tools.compare.reading import APART
 from hybridcomp.tools.compare.report import Result
 from hybridcomp.tools.compare.runs import Curve, Run
-from hybridcomp.tools.compare.statistics import gap_curves, running_mean, thin
+from hybridcomp.tools.compare.statistics import gap_curves, percent, running_mean, thin
 from hybridcomp.tools.pages import links
 
 #: matplotlib's line style -> Plotly's dash, and CSS's border style
@@ -161,7 +161,7 @@ def _gaps_at(places: Sequence[Curve], curves: Sequence[Curve]) -> list[Curve]:
     found = []
     for at, curve in zip(places, curves, strict=True):
         other = np.interp(at, places[0], base, left=np.nan, right=np.nan)
-        found.append(100 * (curve.mean(axis=0) / other - 1)[None])
+        found.append(percent(curve.mean(axis=0), other)[None])
     return found
 
 

@@ -106,13 +106,18 @@ def short(codec: str) -> str:
     return re.sub(r"\d+\.\d{4,}(e-?\d+)?", lambda found: f"{float(found[0]):.3g}", kept)
 
 
+def rises(places: Curve | None) -> bool:
+    """Return whether ``places`` are known, finite and ascending: an axis to interpolate along."""
+    return places is not None and bool(np.isfinite(places).all() and (np.diff(places) > 0).all())
+
+
 def check_curve(source: Path, steps: Curve, losses: Curve) -> None:
     """Raise CompareError for a curve that is empty or not finite, or whose steps do not rise."""
     if not len(steps):
         raise CompareError(
             f"{source}: holds no step with a loss; did the run fail before its first?"
         )
-    if not np.isfinite(steps).all() or (np.diff(steps) <= 0).any():
+    if not rises(steps):
         raise CompareError(f"{source}: its steps do not rise; expected one record for each")
     bad = ~np.isfinite(losses) | (np.abs(losses) > LARGEST_LOSS)
     if bad.any():

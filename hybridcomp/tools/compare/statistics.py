@@ -13,8 +13,10 @@ from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, R
 
 #: fewest seeds with an interval: for two, Student's t is 12.7, which makes it useless
 LEAST = 3
-#: two-sided 95% quantiles of Student's t, by degrees of freedom; 1.96 beyond
+#: two-sided 95% quantiles of Student's t, by degrees of freedom; ``student`` has those beyond
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+#: the same quantile of the normal distribution
+NORMAL = 1.96
 
 #: gap in percent that one seed cannot show: seeds alone differ by more
 SMALL = 0.1
@@ -120,15 +122,16 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
     base = aligned.losses[0][order, -last:].mean(axis=1)
     if not base.all():
         raise CompareError(f"{baseline.label}: its final loss is 0, of which nothing is a share")
-    gaps = 100 * (final / base - 1)
+    gaps = percent(final, base)
     pairs = [
         (run.trainings[i].valid_loss, baseline.trainings[j].valid_loss) for i, j in enumerate(order)
     ]
     known = [(own, other) for own, other in pairs if own is not None and other is not None]
     valid = valid_gap = None
     if len(known) == len(pairs):
-        valid = float(np.mean([own for own, _ in known]))
-        valid_gap = float(np.mean([100 * (own / other - 1) for own, other in known]))
+        own, other = np.array(known).T
+        valid = float(own.mean())
+        valid_gap = float(percent(own, other).mean()) if other.all() else None
     clocks = None if aligned.seconds is None else (aligned.seconds[number], aligned.seconds[0])
     clock = gaps_along(clocks, aligned, number, order, last)
     moved = gaps_along((aligned.sent[number], aligned.sent[0]), aligned, number, order, last)
@@ -156,7 +159,7 @@ def noise(aligned: Aligned, number: int, order: Sequence[int], last: int) -> flo
     ends = aligned.losses[number][:, -last:], aligned.losses[0][order, -last:]
     if ends[0].shape[1] < 3 or not ends[1].all():
         return None
-    steps = np.diff(100 * (ends[0] / ends[1] - 1), axis=1)
+    steps = np.diff(percent(*ends), axis=1)
     spread = math.sqrt(float((steps**2).mean()) / 2)  # a difference has the variance of two points
     return 1.96 * spread / math.sqrt(ends[0].size)
 
@@ -200,7 +203,8 @@ def gaps_along(
 
     For each seed, run and baseline are compared at the end of the one that spent less, by the mean
     loss of the ``last`` points before. ``spent``: seconds or bytes up to each point, of the run and
-    of the baseline, (seeds, points) each; None if unknown.
+    of the baseline, (seeds, points) each; None if unknown. Returns None also where the baseline's
+    loss is 0.
     """
     if spent is None or spent[0] is None or spent[1] is None:
         return None
@@ -213,8 +217,19 @@ def gaps_along(
             float(np.interp(stop, clock, running_mean(curve, last)[0]))
             for clock, curve in zip(clocks, curves, strict=True)
         )
-        gaps.append(100 * (loss / base - 1))
+        if not base:
+            return None
+        gaps.append(float(percent(loss, base)))
     return np.array(gaps)
+
+
+def percent(own: Curve | float, base: Curve | float) -> Curve:
+    """Return by how many per cent losses exceed ``base``, also a negative one; NaN where it is 0.
+
+    Losses of reinforcement learning are 0 at the first step, and negative ones are usual.
+    """
+    size = np.abs(base)
+    return np.asarray(100 * (own - base) / np.where(size, size, np.nan))
 
 
 def running_mean(curves: Curve, window: int) -> Curve:
@@ -229,7 +244,7 @@ def gap_curves(runs: Sequence[Run], aligned: Aligned, number: int, window: int) 
     """Return each seed's gap in percent of smoothed losses to the baseline: (seeds, points)."""
     own = running_mean(aligned.losses[number], window)
     other = running_mean(aligned.losses[0][pair(runs[0], runs[number])], window)
-    return np.asarray(100 * (own / other - 1))
+    return percent(own, other)
 
 
 def thin(curve: Curve) -> list[float]:
@@ -247,5 +262,11 @@ def half_width(values: Curve) -> float | None:
 
 
 def student(count: int) -> float:
-    """Return Student's two-sided 95% quantile for the mean of ``count`` values, two or more."""
-    return STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96
+    """Return Student's two-sided 95% quantile for the mean of ``count`` values, two or more.
+
+    Beyond the table by Fisher's expansion (Abramowitz and Stegun, 26.7.5), right to three digits.
+    """
+    if count - 2 < len(STUDENT):
+        return STUDENT[count - 2]
+    z, free = NORMAL, count - 1
+    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)

@@ -28,7 +28,7 @@ from hybridcomp.metric_names import (
     VALID_LOSS,
 )
 from hybridcomp.tools.compare.figures import errors_of, ledger_of, sent_until, wire_of
-from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, check_curve
+from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, check_curve, rises
 from hybridcomp.tools.compare.wandb_parts import TRAINER_STEP, joined
 
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
@@ -221,9 +221,9 @@ def _last(history: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> f
 def _tokens(
     history: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any], at: list[int]
 ) -> Curve | None:
-    """Return the logged tokens, else iterations times the config's batch and length."""
+    """Return the logged tokens, if they rise, else iterations times batch and length."""
     for name in (TOKENS, TRAINER_TOKENS):
-        if (logged := _at(history, name, at)) is not None:
+        if rises(logged := _at(history, name, at)):
             return logged
     batch = next((config[key] for key in BATCHES if isinstance(config.get(key), int)), None)
     length = config.get("seq_length")

@@ -36,10 +36,12 @@ def test_the_file_that_it_names_is_the_job(
     path = written(tmp_path, distributed_type="DEEPSPEED", deepspeed_config=named)
     monkeypatch.chdir(tmp_path)
     found = read_job_file(path)
-    assert (found.whose, found.job.stage, found.dtype) == ("deepspeed", 2, "bf16")
+    assert (found.whose, found.job.stage, found.dtype) == ("accelerate", 2, "bf16")
     assert found.accumulation == 1, "Accelerate's default"
     assert cli.main(["validate", str(path)]) == 0
-    assert f"{path}: valid" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{path}: valid" in said
+    assert f"start with  accelerate launch --config_file {path} -m hybridcomp.run" in said
     assert cli.main(["pays", str(path)]) == 0
     assert capsys.readouterr().out.startswith("bf16 messages among 8 ranks, ZeRO 2")
 
@@ -67,6 +69,9 @@ def test_settings_of_its_own(
     assert found.accumulation == (4 if "gradient_accumulation_steps" in section else None)
     assert cli.main(["pays", str(path)]) == 0
     assert "has no block" in capsys.readouterr().out
+    assert cli.main(["validate", str(path)]) == 0
+    assert 'add "compression"' in (said := capsys.readouterr().out)
+    assert "to the JSON file that deepspeed_config_file names" in said
 
 
 @pytest.mark.parametrize(

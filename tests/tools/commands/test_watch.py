@@ -93,7 +93,7 @@ def test_either_may_end_and_start_again(tmp_path: Path) -> None:
     """The job sets its file aside; a restarted reader shows the same as the first."""
     path = tmp_path / "ledger.jsonl"
     reader = LedgerReader(path)
-    assert not reader.read() and reader.told(FIRST) == ["no report yet"]
+    assert not reader.read() and reader.told(FIRST) == ["no report yet: there is no such file"]
     assert reader.table() == [HEAD]
     job = JsonLines(path)
     assert not reader.read()
@@ -202,6 +202,23 @@ def test_the_file_of_another_machine_comes_by_standard_input(
             job.write(json.dumps(report(step)) + "\n")
             job.flush()
             assert reader.read() and reader.table()[1][6] == sent
+
+
+def test_all_of_standard_input_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More than a pipe holds, written late; where it ends, there is nothing left to follow."""
+    write(tmp_path / "ledger.jsonl", *(report(10 * n, note="x" * 1000) for n in range(1, 201)))
+    monkeypatch.setattr(watch, "LOOK_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    for words in (["--once"], []):
+        later = f"sleep 0.3; cat {tmp_path}/ledger.jsonl"
+        with subprocess.Popen(["sh", "-c", later], stdout=subprocess.PIPE, text=True) as job:
+            monkeypatch.setattr(sys, "stdin", job.stdout)
+            assert cli.main(["watch", "-", *words]) == 0
+        said = capsys.readouterr().out
+        assert "step 2,000, " in said, "the last report"
+        assert "7…" in said or "7.50x" in said, "no figure without its last digits"
 
 
 def test_it_needs_rich_and_no_torch(tmp_path: Path) -> None:

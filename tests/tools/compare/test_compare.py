@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from hybridcomp.tools.commands import cli
-from hybridcomp.tools.compare import CompareError, Wishes, compared, draw
+from hybridcomp.tools.compare import CompareError, Wishes, compared, draw, page
 from hybridcomp.tools.compare.reading import read_run, split_label
 from hybridcomp.tools.compare.runs import short
+from hybridcomp.tools.compare.statistics import student
 from tests.tools.compare.made import ROW, record, write_run
 
 
@@ -153,6 +154,10 @@ def _replace(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def _two_records(**figures: float) -> str:
+    return "".join(json.dumps({**record(step, 2.0), **figures}) + "\n" for step in (1, 2))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -166,6 +171,8 @@ def _replace(path: Path, text: str) -> None:
             lambda log, ledger: _replace(log, json.dumps({**record(1, 2.0), "tokens": 7})),
             r"0 points in common, from 100 to 7 tokens",
         ),
+        (lambda log, ledger: _replace(log, _two_records(tokens=100)), "its tokens do not rise"),
+        (lambda log, ledger: _replace(log, _two_records(seconds=float("nan"))), "seconds of 0"),
         (lambda log, ledger: write_run(log.parent, 7, 1.0), "another seed: .* no run of seed 7"),
         (
             lambda log, ledger: write_run(log.parent, 0, 1.0, model={"layers": 4, "width": 64}),
@@ -202,6 +209,25 @@ def test_what_cannot_be_compared_is_one_line(
     assert printed.err.startswith("hybridcomp: ") and printed.err.count("\n") == 1
     assert re.search(message, printed.err), printed.err
     assert printed.out == "" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_losses_of_zero_and_below_have_gaps_where_there_are_any(tmp_path: Path) -> None:
+    """The baseline starts at 0 and ends below, as under reinforcement learning."""
+    base, run = (write_run(tmp_path / name, 0, 1.0) for name in "ab")
+    for log, factor, seconds, valid in ((base, -1.0, 1.0, 0.0), (run, -1.01, 0.1, 2.0)):
+        rows = [record(step, 0.0 if step <= 20 else factor) for step in range(1, 61)]
+        rows = [{**row, "seconds": seconds} for row in rows]
+        rows.append({"summary": True, "valid_loss": valid})
+        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = compare(base, run)
+    found = result.comparisons[1]
+    assert found.gap == pytest.approx(-1.0), "a lower loss"
+    assert (found.valid_gap, found.clock_gap) == (None, None)
+    for chart in page.charts(result, 3):
+        json.dumps(chart, allow_nan=False)
+    assert student(12) == pytest.approx(2.201, abs=0.003)  # 11 degrees of freedom
+    assert student(31) == pytest.approx(2.042, abs=0.001)
 
 
 def test_other_settings_than_the_block_are_noted(tmp_path: Path) -> None:

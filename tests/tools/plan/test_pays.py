@@ -279,6 +279,20 @@ def test_what_crosses_once_is_counted_once(
     assert f"and {3 / 4 * sent * 1e3:.5g} MB encoded" in said, said
 
 
+def test_micro_batches_that_deepspeed_computes_from_the_ranks(said_of: Callable[..., str]) -> None:
+    """Of 64 samples in micro-batches of 4: bits that ZeRO 2 sends a parameter in a step."""
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+    settings = {**ZERO_3, **sizes, "zero_optimization": {"stage": 2}, "compression": {"dp": "bf16"}}
+    for ranks, steps in ((8, 2), (4, 4)):
+        bits = f"natively {32 * steps + 16}.0, among many nodes"
+        said = said_of("pays", settings, *STEP, "--ranks", str(ranks))
+        assert bits in said and f"among {ranks} ranks" in said
+        assert bits in said_of("validate", settings, "--world-size", str(ranks))
+    assert "among 8 ranks" in said_of("pays", settings)
+    assert "among 4 ranks" in said_of("pays", {**settings, "gradient_accumulation_steps": 4})
+    assert "gradient_accumulation_steps is not in the file" in said_of("validate", settings)
+
+
 @pytest.mark.parametrize("has_hpz", [False, True])
 def test_a_copy_in_each_node_pays_by_its_steps(has_hpz: bool, said_of: Callable[..., str]) -> None:
     """Two nodes of one link: half of the values are encoded, sent and decoded in each."""

@@ -19,16 +19,28 @@ MULTIPLE = 128
 LEARNED = "learned_absolute"
 #: switches for a gated MLP, which has two input matrices
 GATED = frozenset({"swiglu", "quick_geglu"})
-#: options that change what a block consists of
-OTHERS = (
-    "multi_latent_attention", "moe_layer_freq", "mtp_num_layers", "hybrid_attention_ratio",
-    "heterogeneous_layers_config_path", "hybrid_override_pattern", "is_hybrid_model",
-)  # fmt: skip
+#: options that change what a block consists of, with the value that changes nothing; the last two
+#: are those of Megatron-DeepSpeed and its forks
+OTHERS = {
+    "multi_latent_attention": "", "moe_layer_freq": "1", "mtp_num_layers": "0",
+    "hybrid_attention_ratio": "0.0", "heterogeneous_layers_config_path": "",
+    "heterogeneous_layers_config_encoded_json": "", "hybrid_override_pattern": "",
+    "hybrid_layer_pattern": "", "is_hybrid_model": "", "linear_attention_freq": "",
+    "experimental_attention_variant": "", "moe_latent_size": "", "attention_output_gate": "",
+    "glu_activation": "", "num_key_value_heads": "",
+}  # fmt: skip
 
 
 def parsed(arguments: str | Sequence[str]) -> dict[str, str | bool]:
-    """Parse options by name, ``_`` for ``-``; flags are True. Other words are left out."""
-    words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
+    """Parse options by name, ``_`` for ``-``; flags are True. Other words are left out.
+
+    Raises ConfigError for a line whose quotes are not closed.
+    """
+    try:
+        words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
+    except ValueError as error:
+        todo = f"a shell cannot read it ({error}); close its quotes"
+        raise ConfigError("model", str(arguments)[:80], todo) from None
     found: dict[str, str | bool] = {}
     last: str | None = None
     for word in words:
@@ -62,8 +74,8 @@ def megatron(arguments: str | Sequence[str]) -> Decoder:
     vocabulary = number(sizes, name, "padded_vocab_size", "vocab_size")
     if "padded_vocab_size" not in sizes:
         vocabulary = padded(vocabulary, multiple)
-    for key in OTHERS:
-        if options.get(key, "1") != "1":
+    for key, usual in OTHERS.items():
+        if options.get(key, usual) != usual:
             todo = "plans know blocks of attention and one MLP; name the model as package:callable"
             raise ConfigError(f"{name}: --{key.replace('_', '-')}", options[key], todo)
     gated, biased = not GATED.isdisjoint(options), "disable_bias_linear" not in options

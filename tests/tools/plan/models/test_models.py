@@ -379,8 +379,15 @@ def test_arguments_of_megatron_as_it_derives_them() -> None:
     learned = read_model(f"{line} --max-position-embeddings 1024")
     assert isinstance(learned, Decoder)
     assert (learned.intermediate, learned.positions) == (16384, 1024)
-    for option in ("--multi-latent-attention", "--mtp-num-layers 1 --moe-layer-freq 2"):
+    for option in (
+        "--multi-latent-attention",
+        "--mtp-num-layers 1 --moe-layer-freq 1",
+        "--moe-layer-freq 2",
+        "--num-key-value-heads 2",
+    ):
         with pytest.raises(ConfigError, match="plans know blocks of attention"):
             read_model(f"{line} --position-embedding-type rope {option}")
+    with pytest.raises(ConfigError, match="close its quotes"):
+        read_model(f"{line} '")
     with pytest.raises(ConfigError, match="num_experts: found '4x'"):
         read_model(f"{line} --position-embedding-type rope --num-experts 4x")
