@@ -202,7 +202,8 @@ class LedgerReader:
 
     def told(self, now: float) -> list[str]:
         """Return the sentences to show beside the table."""
-        lines = ["no report yet"] if self.watched is None else list(self.watched.lines(now))
+        nothing = "no report yet" if self._file is not None else "no report yet, and no such file"
+        lines = [nothing] if self.watched is None else list(self.watched.lines(now))
         if self.unreadable:
             whole = "line is no record" if self.unreadable == 1 else "lines are no records"
             lines.append(f"{self.unreadable} {whole} of a ledger")

@@ -93,10 +93,10 @@ def test_either_may_end_and_start_again(tmp_path: Path) -> None:
     """The job sets its file aside; a restarted reader shows the same as the first."""
     path = tmp_path / "ledger.jsonl"
     reader = LedgerReader(path)
-    assert not reader.read() and reader.told(FIRST) == ["no report yet"]
+    assert not reader.read() and reader.told(FIRST) == ["no report yet, and no such file"]
     assert reader.table() == [HEAD]
     job = JsonLines(path)
-    assert not reader.read()
+    assert not reader.read() and reader.told(FIRST) == ["no report yet"]
     for step in (10, 20, 30):
         job.write(report(step))
         assert reader.read() and not reader.read()
