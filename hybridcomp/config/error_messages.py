@@ -163,11 +163,12 @@ def _unknown_key(path: Sequence[str], root: type[BaseModel], block: str) -> str:
         return f'unknown key; "{top or name}" stands beside "{path[0]}", not in it'
     if elsewhere and len(path) > 1:
         return f"only {', '.join(elsewhere)} can have {name}; remove it here"
+    if elsewhere:
+        return f"unknown key; it belongs inside {' or '.join(elsewhere)}"
     near = difflib.get_close_matches(name.lower(), known, n=1)
     if near:
         return f"unknown key; did you mean {near[0]!r}?"
-    inside = f"; it belongs inside {' or '.join(elsewhere)}" if elsewhere else ""
-    return f"unknown key{inside}; known keys are {', '.join(known)}"
+    return f"unknown key; known keys are {', '.join(known)}"
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -136,6 +136,17 @@ def say_native(what: str, looked: str = "") -> None:
     say_once(f"no block found ({looked_in}): nothing of {what} is compressed")
 
 
+def say_unused(block: CompressionConfig | None) -> None:
+    """Tell the user that an engine's own ``block`` acts, and not another one of this process."""
+    if configured() not in (None, block):
+        whose = (
+            "hybridcomp.install" if _holder.explicit else f"{ENVIRONMENT}={os.environ[ENVIRONMENT]}"
+        )
+        say_once(
+            f"DeepSpeed's configuration has a block of its own: that of {whose} does nothing here"
+        )
+
+
 def use(channels: Channels | None) -> None:
     """Use existing ``channels``: the ranks have agreed on them, and their creator reports them."""
     session = None if channels is None else EngineSession(channels)

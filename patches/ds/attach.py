@@ -98,6 +98,8 @@ def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
             # without a block in the file, the process's block applies, so that no setting is
             # ignored
             block = process.configured()
+        else:
+            process.say_unused(block)
         agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
         if block is not None:
             notes, absent = _plan(block, ds_json, bound.arguments)

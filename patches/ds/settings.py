@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import show
 from hybridcomp.config.sources import SOURCE
 from hybridcomp.errors import ConfigError
@@ -55,7 +56,8 @@ def of_file(settings: Mapping[str, Any]) -> dict[str, Any] | None:
             from deepspeed.runtime import config as owner
         except ImportError:
             return None
-        written = _plain(settings)
+        block = {BLOCK: settings[BLOCK]} if BLOCK in settings else {}  # nobody fills in its "auto"
+        written = {**_plain(settings), **block}
         try:
             return _parsed(owner, written)
         except (ValidationError, ValueError, AssertionError, owner.DeepSpeedConfigError) as error:

@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import problem, show, translate
 from hybridcomp.errors import ConfigError
 
@@ -173,7 +174,7 @@ def parsed(ds_json: Mapping[str, Any]) -> dict[str, Any]:
     Keys that are not in the table stay as they are, "auto" is left out. Settings that were parsed
     before do not change. Raises ConfigError, naming the key, for what DeepSpeed's parser refuses.
     """
-    found = {name: value for name, value in ds_json.items() if value != AUTO}
+    found = {name: value for name, value in ds_json.items() if value != AUTO or name == BLOCK}
     for name, model in SECTIONS.items():
         found[name] = _section(name, model, _written(found, name))
     for name in RAW_SECTIONS:

@@ -105,6 +105,8 @@ def test_a_setting_of_other_tools(settings: Any, key: str, todo: str) -> None:
 
 
 def test_what_stands_at_the_wrong_place() -> None:
+    for key, home in {"guard": "dp or", "keep": "publish or", "states": "offload"}.items():
+        assert f"it belongs inside {home}" in said({"dp": "bf16", key: 1}).todo
     assert said({BLOCK: {"preset": "recommended"}}).todo.startswith("the block stands in itself")
     assert 'beside "compression"' in said({"dp": "bf16", "zero_optimization": {}}).todo
     assert 'for type write "codec", in a dimension' in said({"dp": "bf16", "type": "int8"}).todo

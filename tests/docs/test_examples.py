@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hybridcomp
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.job import environment
 from hybridcomp.patches.rules import ds_check as check
@@ -58,9 +59,14 @@ def test_yaml_parses(fence: Fence) -> None:
 
 
 @pytest.mark.parametrize("fence", list(fences("python")), ids=lambda fence: fence.place)
-def test_python_parses(fence: Fence) -> None:
-    if not re.match(r"\w+\(.*->", fence.body, re.DOTALL):  # a signature of the interface
-        ast.parse(fence.body)
+def test_python_parses_and_names_what_is_there(fence: Fence) -> None:
+    """What stands behind ``hybridcomp.`` is there after ``import hybridcomp`` alone."""
+    if re.match(r"\w+\(.*->", fence.body, re.DOTALL):  # a signature of the interface
+        return
+    for node in ast.walk(ast.parse(fence.body)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="hybridcomp"), attr=name):
+                assert name in hybridcomp.__all__
 
 
 def test_blocks_in_words_parse() -> None:

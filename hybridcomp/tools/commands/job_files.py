@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridcomp.codecs.words import DTYPES
-from hybridcomp.config import BLOCK, CompressionConfig, read_source
+from hybridcomp.config import BLOCK, CompressionConfig, other_names, read_source
 from hybridcomp.config.error_messages import Shown, near_key, show
-from hybridcomp.dimensions import BETWEEN_RANKS, Dimension
+from hybridcomp.dimensions import BETWEEN_RANKS, DIMENSIONS, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import settings as by_deepspeed
 from hybridcomp.patches.rules import accelerate, neox
@@ -197,7 +197,11 @@ def _refuse_at_the_top(source: Mapping[str, Any]) -> None:
 
 
 def _refuse_misspelt(source: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a misspelt key, which DeepSpeed would ignore."""
+    """Raise ConfigError for a misspelt key or one of the block, which DeepSpeed would ignore."""
+    for key in ("preset", *DIMENSIONS):
+        if key in source:
+            todo = f'DeepSpeed ignores it here; put it into "{BLOCK}"'
+            raise ConfigError(key, show(source[key]), todo)
     unknown = [key for key in source if key not in (*DECIDING, *OTHERS)]
     for wanted in DECIDING:
         near = near_key(unknown, wanted) if wanted not in source else None
@@ -221,8 +225,10 @@ def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
 
 
 def _is_bare(source: Mapping[str, Any]) -> bool:
-    """Return whether a file holds a bare block, no ds_config: DeepSpeed has none of its keys."""
-    return BLOCK not in source and not CompressionConfig.model_fields.keys().isdisjoint(source)
+    """Return whether a file holds a bare block: keys of it (one, pipeline, is DeepSpeed's too)."""
+    if not {BLOCK, *other_names.DEEPSPEED}.isdisjoint(source):
+        return False
+    return not CompressionConfig.model_fields.keys().isdisjoint(source)
 
 
 def _is_yaml(path: str | Path) -> bool:

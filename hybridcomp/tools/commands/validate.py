@@ -184,14 +184,19 @@ def _checked(block: CompressionConfig, found: JobFile, known: dict[str, Any]) ->
 
 def _unseen(found: JobFile, known: Mapping[str, Any]) -> frozenset[Dimension]:
     """Return the dimensions that neither the file nor the user says the job has."""
-    words: dict[str, Dimension] = {"pipeline": "pp", "moe": "ep", "tensor": "tp", "sequence": "cp"}
-    return frozenset(name for fact, name in words.items() if not known.get(fact)) - found.shown
+    words: dict[Dimension, str] = {
+        "pp": "pipeline", "zero": "pipeline", "ep": "moe", "tp": "tensor", "cp": "sequence",
+    }  # fmt: skip
+    return frozenset(name for name, fact in words.items() if not known.get(fact)) - found.shown
 
 
 #: key of the block -> option that states the fact that the key needs and the file lacks
 _OPTIONS = {f"{BLOCK}.tp": "tensor", f"{BLOCK}.cp": "sequence"}
 #: error message for a key whose dimension neither the file nor an option shows
 _NOT_SHOWN: Mapping[Dimension, str] = {
+    "zero": "warning: zero is not in this file: at ZeRO stage 0 only bf16 pipelines gather "
+    "parameters; a script whose model is no PipelineModule stops at its start (--pipeline or "
+    "--no-pipeline says which it is)",
     "pp": "warning: pp is not in this file; a script whose model is no PipelineModule stops at its "
     "start (--pipeline or --no-pipeline says which it is)",
     "ep": "warning: ep is not in this file; a script whose model has no MoE layers stops at its "

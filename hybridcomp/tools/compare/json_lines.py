@@ -51,8 +51,8 @@ def read_training(path: Path, ledger: str) -> LoggedTraining:
             valid_loss = evaluated[0]
         elif CLOSING not in record:
             raise CompareError(
-                f"{path}: expected records with step and loss, found {sorted(record)}; give the "
-                "file that train_gpt.py --log wrote, or one like it"
+                f"{path}: expected records with step and loss, found {sorted(record)}; "
+                "HYBRIDCOMP_RECORD=FILE writes them, of any DeepSpeed job under hybridcomp.run"
             )
     if not (valid_loss is None or _is_number(valid_loss)):
         raise CompareError(f"{path}: its last valid loss is {valid_loss!r}; expected a number")

@@ -6,8 +6,10 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hybridcomp.channels import Channels, channels_of
+from hybridcomp.session import process
 from tests.ranks import run_ranks
 from tests.training.trainer import Job, make_engine, train_step
 
@@ -41,6 +43,24 @@ def sweep(stages: tuple[int, ...], folder: Path) -> dict[int, tuple[list[bool], 
         left = sum(issubclass(type(thing), Channels) for thing in gc.get_objects())
         found[stage] = (gone, left, norms)
     return found
+
+
+def said_of_the_other_block(blocks: list[Any]) -> list[str]:
+    """Return what the log says of each process's block beside that of the engine's file."""
+    with patch.object(process, "say_once") as say_once:
+        for block in blocks:
+            process.configure(block)
+            make_engine(Job(stage=1, block=BLOCK)).destroy()
+        process.configure(None)
+    return [call.args[0] for call in say_once.call_args_list]
+
+
+def test_a_block_beside_the_engine_s_own_does_nothing_and_says_so() -> None:
+    (said, _) = run_ranks(2, said_of_the_other_block, [None, BLOCK, {"dp": "bf16"}])
+    assert said == [
+        "DeepSpeed's configuration has a block of its own: that of hybridcomp.install does "
+        "nothing here"
+    ]
 
 
 def test_destroyed_engines_are_gone(tmp_path: Path) -> None:

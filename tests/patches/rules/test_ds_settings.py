@@ -120,6 +120,15 @@ def test_a_running_job_takes_what_its_engine_has_parsed() -> None:
         check(block(dp="blockint"), found)
 
 
+def test_auto_in_the_block_is_the_block_s_own_word() -> None:
+    """The Trainer fills in "auto" elsewhere; ``"when": "auto"`` measures."""
+    for written in ({"dp": {"codec": "blockint", "when": "auto"}}, "auto"):
+        settings = {"train_batch_size": "auto", "compression": written}
+        for read in (by_deepspeed.of_file(settings) or {}, parsed(settings)):
+            assert read["compression"] == written
+            assert read.get("train_batch_size") is None
+
+
 NEOX = {"num_layers": 4, "hidden_size": 64, "zero_optimization": {"stage": 1}}
 
 
@@ -292,6 +301,13 @@ def test_what_a_file_does_not_show_is_told(
     assert cli.main(["validate", str(file), "--pipeline", "--moe"]) == 0
     assert "not in this file" not in capsys.readouterr().out
     assert load_config(file) is not None
+    whole = {"bf16": {"enabled": True}, "compression": {"zero": "expcode"}}
+    file.write_text(json.dumps(whole))
+    assert cli.main(["validate", str(file)]) == 0
+    assert "warning: zero is not in this file" in capsys.readouterr().out
+    file.write_text(json.dumps({**whole, "compression": {"preset": "recommended"}}))
+    assert cli.main(["validate", str(file)]) == 0
+    assert "  not in this file: zero, tp, pp, ep, cp" in capsys.readouterr().out
 
 
 #: keys that commands read from other programs' files

@@ -81,6 +81,10 @@ def test_validate_accepts_every_committed_file(
             'expected an object; write {"jsonl": "ledger.jsonl"}',
         ),
         (
+            {"train_batch_size": 8, "dp": "bf16"}, [],
+            'dp: found "bf16"; DeepSpeed ignores it here; put it into "compression"',
+        ),
+        (
             {"dp": "blockint", "hierarchy": [8, 4]}, ["--world-size", "48"],
             "compression.hierarchy: found [8, 4]; the job has 6 nodes, no multiple of 4",
         ),
@@ -108,6 +112,10 @@ def test_validate_says_that_a_ledger_cannot_be_written(
     [
         ({"preset": "recommended", "tp": "none"}, [], "valid (a bare block)"),
         ({"train_batch_size": 8}, [], 'there is no "compression" block'),
+        (
+            {"train_batch_size": 8, "pipeline": {"stages": "auto"}}, [],  # DeepSpeed's pipeline
+            'there is no "compression" block',
+        ),
         (
             {"compression": {"preset": "recommended", "enabled": False}}, [],
             "the block is not enabled",

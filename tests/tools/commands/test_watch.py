@@ -96,7 +96,7 @@ def test_either_may_end_and_start_again(tmp_path: Path) -> None:
     assert not reader.read() and reader.told(FIRST) == ["no report yet: there is no such file"]
     assert reader.table() == [HEAD]
     job = JsonLines(path)
-    assert not reader.read()
+    assert not reader.read() and reader.told(FIRST) == ["no report yet"]
     for step in (10, 20, 30):
         job.write(report(step))
         assert reader.read() and not reader.read()
