@@ -27,6 +27,7 @@ from hybridcomp.patches.common.resumed_parts import (
     WHAT,
     check_optimizer,
     check_sampler,
+    check_scheduler,
     say_dropped,
     scale,
     whole_index,
@@ -89,6 +90,7 @@ def resume(
     job = with_sampler(job)
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
+    check_scheduler(scheduler, factor, lr)
     with _never_stepped(model, job):
         weights, states = get_state_dict(model, optimizer)
     here = {name: tuple(weight.shape) for name, weight in weights.items()
