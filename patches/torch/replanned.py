@@ -115,7 +115,8 @@ def resume(
             model, optimizer, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER]
         )
     scale(optimizer, scheduler, factor)
-    step = job.step or 0 if attached is None else attached.step
+    # a job that was native when it saved has no state that counts steps
+    step = attached.step if attached is not None and OURS in tops else job.step or 0
     if sampler is not None:
         sampler.load_state_dict(job.sampler)
         step = sampler.steps
