@@ -28,9 +28,13 @@ SHARE = 0.5
 
 
 class _Kept(NamedTuple):
-    """A sample's output of the first ``depth`` blocks, encoded, on the host."""
+    """A sample's output of the first ``depth`` blocks, encoded, on the host.
+
+    ``inputs``: shape of the sample's input, which another batch may pad to another length.
+    """
 
     depth: int
+    inputs: torch.Size
     payload: Tensor
     shape: torch.Size
     dtype: torch.dtype
@@ -136,7 +140,7 @@ class FrozenFront:
         front = self._blocks[:depth]
         _check(front)
         anew = self._has_changed(front, depth)
-        starts = [0 if anew or n not in self._kept else self._kept[n].depth for n in numbers]
+        starts = [0 if anew else self._start(number, inputs.shape[1:]) for number in numbers]
         if any(map(_is_sharded, front)):
             anew, agreed = _together(anew, starts, depth)
             if agreed is None:  # this rank needs no output, but others need its shards
@@ -153,18 +157,17 @@ class FrozenFront:
                 self.hits += len(places)
                 continue
             values = torch.stack([rows[place] for place in places]) if start else inputs[places]
-            outputs = self._run(start, depth, [numbers[place] for place in places], values)
-            rows.update(zip(places, outputs, strict=True))
+            for place, row in zip(places, self._through(start, depth, values), strict=True):
+                rows[place] = row
+                if depth:
+                    self._put(numbers[place], depth, inputs.shape[1:], row)
             self.misses += len(places)
         return torch.stack([rows[place] for place in range(len(numbers))]), depth
 
-    def _run(self, start: int, depth: int, numbers: list[int], values: Tensor) -> Sequence[Tensor]:
-        """Run the blocks ``start`` to ``depth``, cache the last one's outputs and return them."""
-        values = self._through(start, depth, values)
-        if depth:
-            for number, row in zip(numbers, values, strict=True):
-                self._put(number, depth, row)
-        return values.unbind()
+    def _start(self, number: int, shape: torch.Size) -> int:
+        """Return how many blocks' output is cached for a sample with an input of this shape."""
+        kept = self._kept.get(number)
+        return kept.depth if kept is not None and kept.inputs == shape else 0
 
     def _through(self, start: int, depth: int, values: Any) -> Tensor:
         """Return the outputs of the blocks ``start`` to ``depth`` for ``values``."""
@@ -177,7 +180,7 @@ class FrozenFront:
         found: Tensor = values
         return found
 
-    def _put(self, number: int, depth: int, row: Tensor) -> None:
+    def _put(self, number: int, depth: int, inputs: torch.Size, row: Tensor) -> None:
         flat = row.reshape(-1).contiguous()
         codec = self._codec if row.dtype in VALUE_DTYPES else None
         if codec is None:
@@ -187,7 +190,7 @@ class FrozenFront:
             payload = room[: codec.encode(flat, room)].to("cpu", copy=True)
         before = self._kept.pop(number, None)
         self.nbytes += payload.nbytes - (0 if before is None else before.payload.nbytes)
-        self._kept[number] = _Kept(depth, payload, row.shape, row.dtype)
+        self._kept[number] = _Kept(depth, inputs, payload, row.shape, row.dtype)
         self._say(
             "bound",
             f"frozen front: a sample takes {payload.nbytes / 1e3:.3g} kB of the host, "

@@ -18,6 +18,8 @@ from hybridcomp.publishing import WeightReceiver
 
 #: a receiver accepts at most twice the module's number of weights plus this many
 SPARE_WEIGHTS = 1 << 20
+#: part that torch.compile adds to the names of a module's parameters
+COMPILED = "_orig_mod."
 
 
 class ModuleFollower:
@@ -135,4 +137,5 @@ class _ModuleWeights:
 
     def _by_name(self) -> dict[str, Tensor]:
         """Return the parameters by name, tied ones under each of their names."""
-        return dict(self._module.named_parameters(remove_duplicate=False))
+        named = self._module.named_parameters(remove_duplicate=False)
+        return {name.replace(COMPILED, ""): parameter for name, parameter in named}

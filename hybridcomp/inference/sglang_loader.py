@@ -17,11 +17,12 @@ from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.escaping import one_line, parsed_json
-from hybridcomp.inference.checks import PLAIN, are_eight_bits
+from hybridcomp.inference.checks import PLAIN, are_eight_bits, refuse_configuration
 from hybridcomp.inference.follower import Follower, Patched, is_wait
 from hybridcomp.inference.layout import LoaderLayout, learn
 from hybridcomp.inference.sglang_seams import SEAMS, WORKER_SEAMS
 from hybridcomp.inference.upstream import check
+from hybridcomp.log import say_once
 from hybridcomp.publishing import WeightReceiver
 
 #: name of the loader in the server's option and in the ``load_format`` of an update
@@ -30,6 +31,8 @@ LOADER = "hybridcomp.inference.sglang_loader.load"
 MESSAGE = "__hybridcomp__"
 #: attribute of a model that holds its follower, so that both are freed together
 KEPT = "_hybridcomp_follower"
+#: parts of the class names of draft models, to which SGLang passes every update, too
+DRAFTS = ("Eagle", "EAGLE", "NextN", "MTP")
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,18 @@ def update(
 def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Bring ``model`` to the version named in a message; SGLang calls it in each worker.
 
-    Raises PublishError, in one line and before anything is written, if the version cannot be loaded
-    completely.
+    A draft model keeps its weights, as none of a draft are published. Raises PublishError, in one
+    line and before anything is written, if the version cannot be loaded completely.
     """
     said = _announced(named_tensors)
+    if any(part in type(model).__name__ for part in DRAFTS):
+        say_once(f"sglang: the draft {type(model).__name__} keeps its weights", anywhere=True)
+        return
     kept = vars(model).get(KEPT)
     if kept is None or kept[0] != said.source:
         check(WORKER_SEAMS)
         receiver = WeightReceiver(said.source)
-        weights = _ModelWeights(model, _quantization(model))
+        weights = _ModelWeights(model, _quantization(model), receiver)
         follower = Follower(receiver, weights, wait_s=said.wait_s, verify=said.verify)
         kept = vars(model)[KEPT] = (said.source, follower)
     kept[1].wait_s, kept[1].verify = said.wait_s, said.verify
@@ -112,8 +118,10 @@ def _quantization(model: Any) -> object:
 class _ModelWeights:
     """The model of one worker as a ``Follower`` writes it."""
 
-    def __init__(self, model: Any, asked: object) -> None:
+    def __init__(self, model: Any, asked: object, receiver: WeightReceiver) -> None:
         self._named, self._load, self._asked = model.named_parameters, model.load_weights, asked
+        config = getattr(model, "config", None)
+        self._config, self._receiver = getattr(config, "text_config", config), receiver
         self._layout = LoaderLayout()
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
@@ -122,8 +130,13 @@ class _ModelWeights:
         return found
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError if the model has no parameter of the published dtype."""
+        """Raise PublishError if the weights are another model's or would be converted.
+
+        SGLang itself only logs names that its model lacks.
+        """
         published = dict(weights)
+        shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
+        refuse_configuration(self._config, shapes, self._receiver.aliases)
         are_eight_bits(published, self._asked, self._named())
         wanted = {tensor.dtype for tensor in published.values() if tensor.dtype in PLAIN[:2]}
         mine = {tensor.dtype for _, tensor in self._named()}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.streams import ASK, FRAME, MARK, foreign_bytes, frame_head, frame_in
 
+T = TypeVar("T")
 #: default seconds for which the other side may read nothing
 STILL_S = 60.0
 #: upper limit of these seconds: poll takes milliseconds in 32 bits
@@ -46,15 +49,21 @@ class TwoWay:
 
     def read(self, nbytes: int, /) -> bytes:
         """Wait for up to ``nbytes`` bytes and return them; none at the end of the stream."""
-        with _connected():
-            self._is_ready(select.POLLIN, None)
-            return self._socket.recv(nbytes)
+        return self._received(lambda: self._socket.recv(nbytes))
 
     def readinto(self, room: memoryview, /) -> int:
         """Wait for bytes, into ``room``; return how many, 0 at the end of the stream."""
+        return self._received(lambda: self._socket.recv_into(room))
+
+    def _received(self, receive: Callable[[], T]) -> T:
         with _connected():
-            self._is_ready(select.POLLIN, None)
-            return self._socket.recv_into(room)
+            while True:
+                try:
+                    return receive()
+                except (BlockingIOError, TimeoutError) as error:
+                    if error.errno == errno.ETIMEDOUT:  # of the connection, not of the socket
+                        raise
+                self._is_ready(select.POLLIN, None)
 
     def write(self, data: memoryview | bytes, /) -> int:
         """Send as much of ``data`` as the socket takes, at least one byte; return how many bytes.

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim.lr_scheduler import LRScheduler
 
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic.checkpoints import SavedJob
@@ -16,6 +17,10 @@ from hybridcomp.log import say
 
 KEY = "hybridcomp.resume"
 WHAT = "resuming a checkpoint"
+#: keys of learning rates in an optimizer's group (OneCycleLR and Megatron add some), and the
+#: attributes of schedulers of torch and Megatron that hold some
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+HELD = ("base_lrs", "max_lrs", "init_lr", "max_lr", "min_lr")
 #: index file of a checkpoint, which torch writes last
 INDEX = ".metadata"
 
@@ -70,13 +75,33 @@ def check_sampler(sampler: Any, job: SavedJob, samples: int | None = None) -> No
     sampler.check(job.sampler)
 
 
+def check_scheduler(scheduler: Any, factor: float, lr: str | None) -> None:
+    """Raise ConfigError if ``scale`` cannot change the rates of a scheduler.
+
+    It changes those of torch's schedulers, and of Megatron's, which has ``max_lr``.
+    """
+    is_known = scheduler is None or isinstance(scheduler, LRScheduler)
+    if factor != 1 and not is_known and not hasattr(scheduler, "max_lr"):
+        todo = 'make it with the new rates, and say lr="keep"'
+        raise ConfigError(f"{KEY}: lr", Shown(f"{lr} with {type(scheduler).__name__}"), todo)
+
+
 def scale(optimizer: Any, scheduler: Any, factor: float) -> None:
-    """Multiply the loaded learning rates, and the initial ones of a scheduler, by ``factor``."""
+    """Multiply the loaded learning rates by ``factor``, and those that a scheduler starts from."""
     if factor == 1:
         return
     for group in optimizer.param_groups:
-        for name in ("lr", "initial_lr"):
-            if name in group:
+        for name in RATES:
+            if group.get(name) is not None:
                 group[name] = group[name] * factor
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+    _scale_scheduler(scheduler, factor)
+
+
+def _scale_scheduler(scheduler: Any, factor: float) -> None:
+    for name in HELD:
+        held = getattr(scheduler, name, None)
+        if held is not None:
+            many = isinstance(held, (list, tuple))
+            setattr(scheduler, name, [one * factor for one in held] if many else held * factor)
+    for one in getattr(scheduler, "_schedulers", ()):  # SequentialLR, ChainedScheduler
+        _scale_scheduler(one, factor)

@@ -28,6 +28,7 @@ from hybridcomp.patches.common.resumed_parts import (
     WHAT,
     check_optimizer,
     check_sampler,
+    check_scheduler,
     say_dropped,
     scale,
     whole_index,
@@ -106,6 +107,7 @@ def resume(
         say_dropped(job.folder)
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
+    check_scheduler(scheduler, factor, lr)
     wanted = _sharded(chunks, optimizer, job)
     _, problem = saved.attempt(lambda: _check_model(job, wanted))
     saved.all_well(problem, WHAT)

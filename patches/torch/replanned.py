@@ -27,6 +27,7 @@ from hybridcomp.patches.common.resumed_parts import (
     WHAT,
     check_optimizer,
     check_sampler,
+    check_scheduler,
     say_dropped,
     scale,
     whole_index,
@@ -89,6 +90,7 @@ def resume(
     job = with_sampler(job)
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
+    check_scheduler(scheduler, factor, lr)
     with _never_stepped(model, job):
         weights, states = get_state_dict(model, optimizer)
     here = {name: tuple(weight.shape) for name, weight in weights.items()
@@ -113,7 +115,8 @@ def resume(
             model, optimizer, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER]
         )
     scale(optimizer, scheduler, factor)
-    step = job.step or 0 if attached is None else attached.step
+    # a job that was native when it saved has no state that counts steps
+    step = attached.step if attached is not None and OURS in tops else job.step or 0
     if sampler is not None:
         sampler.load_state_dict(job.sampler)
         step = sampler.steps

@@ -181,6 +181,16 @@ def test_the_least_recently_used_go_where_the_host_is_full(
     assert torch.equal(found[1:], kept) and front.hits == 11
 
 
+def test_a_sample_that_is_padded_otherwise_is_computed_anew() -> None:
+    blocks = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+    front = hybridcomp.FrozenFront([*blocks, nn.Linear(WIDTH, WIDTH)])
+    for samples, length in (([0, 1], 4), ([2], 3), ([1, 2], 4), ([0, 1], 4), ([2], 3)):
+        inputs = torch.arange(9).expand(3, 9)[samples, :length]
+        found, _ = front(samples, inputs)
+        assert torch.equal(found, blocks(inputs))
+    assert (front.hits, front.misses) == (3, 5)
+
+
 def test_ranks_of_a_host_share_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr("os.sysconf", pages.__getitem__)

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tests.elastic.jobs import LENGTH, SAMPLES, Case, Segment, run
+import hybridcomp
+from tests.elastic.jobs import LENGTH, SAMPLES, Case, Segment, build_torch, run
 from tests.ranks import RankPool, run_ranks
 from tests.selection import by_day
 from tests.training.test_checkpoint import add
@@ -246,3 +249,18 @@ def test_two_stages_become_two_replicas(tmp_path: Path) -> None:
     read = samples_of([ranks[0] for ranks in second])
     assert read == [sorted(step) for step in kept[0][0].samples[4:]]
     assert second[0][0].resumed == (4, 4 * SAMPLES, 2)
+
+
+def turned_on(folder: str) -> int:
+    """Save a native job, and resume it with a block; return the step."""
+    for is_first in (True, False):
+        model, optimizer = build_torch(Case("ddp"))
+        if is_first:
+            hybridcomp.detach(model)
+            weights, states = get_state_dict(model, optimizer)
+            save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/step7")
+    return hybridcomp.resume(model, folder, optimizer=optimizer).step
+
+
+def test_a_job_that_was_native_goes_on_from_its_step(tmp_path: Path) -> None:
+    assert run_ranks(2, turned_on, str(tmp_path)) == [7, 7]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, Dataset
 
 from hybridcomp.elastic import batches
 from hybridcomp.elastic.sampler import ElasticSampler
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import agreement
+from hybridcomp.patches.common import resumed_parts
 
 Tail = Literal["drop", "keep"]
 RANKS = (1, 2, 3, 4, 6, 12)
@@ -203,6 +207,49 @@ def test_the_learning_rate_follows_as_the_user_says(scaling: str, factor: float)
         batches.lr_factor(16, 32, None)
     with pytest.raises(ConfigError, match="expected one of linear, sqrt, keep"):
         batches.lr_factor(16, 16, "cubic")
+
+
+#: schedulers that do not compute from ``base_lrs`` alone
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda one: schedules.LambdaLR(one, lambda step: 1 / (1 + step)),
+    "warm-up": lambda one: schedules.SequentialLR(
+        one, [schedules.LinearLR(one, 0.1, 1.0, 5), schedules.CosineAnnealingLR(one, 20)], [5]
+    ),
+    "chained": lambda one: schedules.ChainedScheduler([schedules.LambdaLR(one, lambda _: 0.5)]),
+    "one cycle": lambda one: schedules.OneCycleLR(one, 0.1, total_steps=20),
+    "cyclic": lambda one: schedules.CyclicLR(one, 0.01, 0.1, step_size_up=4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_later_rates_of_a_scheduler_follow_too(name: str) -> None:
+    def rates(factor: float) -> list[float]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        scheduler, found = SCHEDULERS[name](optimizer), []
+        for step in range(12):
+            if step == 3:
+                resumed_parts.scale(optimizer, scheduler, factor)
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found[3:]
+
+    assert rates(0.5) == pytest.approx([0.5 * rate for rate in rates(1.0)])
+
+
+def test_a_scheduler_with_rates_of_its_own_is_refused() -> None:
+    class Mine:
+        rates = (0.1, 0.2)
+
+    resumed_parts.check_scheduler(Mine(), 1.0, None)
+    with pytest.raises(ConfigError, match=r'lr: found linear with Mine; make it .* lr="keep"'):
+        resumed_parts.check_scheduler(Mine(), 2.0, "linear")
+    megatrons = SimpleNamespace(init_lr=0.0, max_lr=1.0, min_lr=0.5)
+    resumed_parts.check_scheduler(megatrons, 2.0, "linear")
+    group = {"lr": 0.75, "max_lr": 1.0, "min_lr": None}
+    resumed_parts.scale(SimpleNamespace(param_groups=[group]), megatrons, 2.0)
+    assert vars(megatrons) == {"init_lr": 0.0, "max_lr": 2.0, "min_lr": 1.0}
+    assert group == {"lr": 1.5, "max_lr": 2.0, "min_lr": None}
 
 
 def test_starts_with_a_store_of_their_own_need_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

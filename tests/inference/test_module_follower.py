@@ -72,6 +72,14 @@ def test_a_parameter_may_lie_otherwise_in_memory(chain: Path) -> None:
         assert holds(model, version)
 
 
+def test_a_compiled_module_has_the_names_of_the_module(chain: Path) -> None:
+    model = Plain()
+    model.get_submodule("model").norm = torch.compile(model.get_submodule("model.norm"))
+    ModuleFollower(torch.compile(model), chain).update()
+    found = {name.replace("_orig_mod.", ""): one for name, one in model.named_parameters()}
+    assert bits(found.items()) == bits(values_of(VERSIONS).items())
+
+
 def test_a_missing_version_leaves_the_one_before(chain: Path) -> None:
     model = Plain()
     follower = ModuleFollower(model, chain, wait_s=0)

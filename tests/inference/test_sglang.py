@@ -91,6 +91,21 @@ def test_models_that_cannot_take_the_weights_are_refused(loader: Any, chain: Pat
     eights.qkv = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
     refused(eights, "qkv: expected a weight of 16 bits in the engine, found torch.int8")
     refused(Packed(dtype=torch.float16), "published in bfloat16, in which the engine has none")
+    other: Any = Packed()
+    other.config = SimpleNamespace(num_hidden_layers=1, vocab_size=12)
+    refused(other, "vocab_size: the engine has 12, the trained model 11")
+    other = Packed()
+    other.config = SimpleNamespace(text_config=SimpleNamespace(num_hidden_layers=3))
+    refused(other, "num_hidden_layers: the engine has 3, the trained model 1")
+
+
+def test_a_draft_keeps_its_weights(loader: Any, chain: Path) -> None:
+    class PackedEagle(Packed):
+        config = SimpleNamespace(num_hidden_layers=3)
+
+    models = [Packed(), PackedEagle()]
+    loader.update(stand_in_for_sglang.Engine(models, [LOADER]), str(chain), 2)
+    assert models[0].holds(2) and not models[1].loaded
 
 
 @pytest.mark.parametrize(
