@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lab.namespaces import end_with_parent
 from lab.team import STOPPED, TIMED_OUT, Team, sigterm_raises
 
 #: final lines of a failed rank's output to repeat at the end
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace, inherited: Mapping[str, str]) -> Team:
                 defaults["TORCH_EXTENSIONS_DIR"] = str(Path(folder, f"extensions{rank}"))
                 team.start(
                     words(args.command),
-                    None,
+                    end_with_parent,  # or the ranks of a killed launcher would keep the GPU
                     {**defaults, **inherited, **own, "PYTHONUNBUFFERED": "1"},
                     f"[{rank}] " if not args.quiet else "" if rank == 0 else None,
                 )

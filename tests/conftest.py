@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
-            if "gpu" in item.keywords:
+            if "gpu" in selection.marks_of(item):
                 item.add_marker(skip)
 
 

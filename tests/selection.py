@@ -103,10 +103,15 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         unwanted.add("nightly")
     if config.getoption("--quick"):
         unwanted |= {"nightly", "slow"}
-    left_out = [item for item in items if unwanted & set(item.keywords)]
+    left_out = [item for item in items if unwanted & marks_of(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not unwanted & set(item.keywords)]
+        items[:] = [item for item in items if not unwanted & marks_of(item)]
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    """Return the names of a test's marks; its keywords also name the folders it lies in."""
+    return {mark.name for mark in item.iter_markers()}
 
 
 def by_day(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:

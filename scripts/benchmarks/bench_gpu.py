@@ -93,10 +93,12 @@ def measure(
     found: Found,
     subjects: dict[str, Source],
     until: float = math.inf,
+    then: Callable[[], object] = lambda: None,
 ) -> None:
     """Measure messages into ``found`` and print them; ``messages``: sizes in bytes, and dtypes.
 
-    ``until``: time (of ``time.perf_counter``) after which no message is started.
+    ``until``: time (of ``time.perf_counter``) after which no message is started; ``then``: called
+    after each message.
     """
     for number, (nbytes, dtype) in enumerate(messages, 1):
         start = time.perf_counter()
@@ -127,6 +129,7 @@ def measure(
             file=sys.stderr, flush=True,
         )  # fmt: skip
         print(*markdown.section(found.points[before:]), "", sep="\n", flush=True)
+        then()
 
 
 def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:
@@ -190,14 +193,17 @@ def main() -> int:
         found.points = earlier(arguments.json)
     there = {(point.message_nbytes, point.dtype) for point in found.points}
     messages = [(nbytes, dtype) for nbytes in arguments.sizes for dtype in arguments.dtypes]
-    measure(bench, [m for m in messages if m not in there], device, found, chosen, until)
+    known = {**machine.facts(device), "tests_passed": tested}
+    missing = [message for message in messages if message not in there]
+    kept = partial(keep, found, known, arguments.json)
+    measure(bench, missing, device, found, chosen, until, kept)
     sizes = None
     try:
         if not arguments.only and time.perf_counter() < until:
             sizes = size_exchange.measured(bench)
     except Exception as error:  # keep the other figures, which took minutes
         found.left_out["exchange of sizes"] = f"{type(error).__name__}: {error}"
-    status = conclude(found, sizes, {**machine.facts(device), "tests_passed": tested}, arguments)
+    status = conclude(found, sizes, known, arguments)
     late = arguments.resume and NO_TIME in found.left_out.values()
     return TIME_IS_UP if late else status
 
@@ -225,12 +231,9 @@ def conclude(
     )
     if known["tests_passed"] is False:
         missed.append("pytest -m gpu tests/kernels/cuda failed")
-    known = {
-        **known, "left_out": found.left_out, "missed": missed,
-        "size_exchange": size_exchange.facts(*sizes) if sizes else None,
-    }  # fmt: skip
-    rows = [{**asdict(point), "target": targets.target_of(point)} for point in found.points]
-    arguments.json.write_text(json.dumps({**known, "points": rows}, indent=1) + "\n")
+    exchange = size_exchange.facts(*sizes) if sizes else None
+    known = {**known, "left_out": found.left_out, "missed": missed, "size_exchange": exchange}
+    keep(found, known, arguments.json)
     arguments.md.write_text(markdown.document(found.points, known))
     for name, reason in found.left_out.items():
         print(f"left out: {name}: {reason}")
@@ -239,6 +242,14 @@ def conclude(
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if missed and arguments.check else 0
+
+
+def keep(found: Found, known: dict[str, Any], path: Path) -> None:
+    """Write the points so far for ``earlier``, in case that this process is killed."""
+    rows = [{**asdict(point), "target": targets.target_of(point)} for point in found.points]
+    half = path.with_suffix(".part")
+    half.write_text(json.dumps({**known, "points": rows}, indent=1) + "\n")
+    half.replace(path)
 
 
 if __name__ == "__main__":

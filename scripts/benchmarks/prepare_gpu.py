@@ -12,7 +12,8 @@ kernels/  the CUDA kernels that the benches and the trainings launch, compiled f
           of its version: an image is looked up by the compiler's version too
 data/     the data of the speed benchmark and the loss study, compressed
 
-Existing folders are replaced. --python: a local interpreter of that machine's version.
+Existing folders are replaced. --python: a local interpreter of that machine's version. This one
+needs CuPy and tokenizers.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from benchmarks.shared import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
 #: packages to prepare; a GPU machine has torch, CuPy, pytest and its plugins
-WHEELS = ("deepspeed==0.19.*", "hjson", "megatron-core==0.16.*", "pydantic")
+WHEELS = ("deepspeed==0.19.*", "hjson", "megatron-core==0.16.*", "pydantic", "wrapt")
 #: packages whose dependencies are prepared, too
 WITH_DEPENDENCIES = ("pydantic",)
+#: last lines shown of a failed command; a launcher of Pythons says in its first what is missing
+TOLD = 6
 
 
 class PrepareError(RuntimeError):
@@ -147,19 +150,22 @@ def data(asked: argparse.Namespace, out: Path) -> None:
 
 
 def _call(*words: str, env: dict[str, str] | None = None) -> None:
-    """Run a command. Raises PrepareError with the last line of its output."""
-    done = subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})}, cwd=ROOT,
-    )  # fmt: skip
+    """Run a command. Raises PrepareError with the last lines of its output."""
+    try:
+        done = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})}, cwd=ROOT,
+        )  # fmt: skip
+    except OSError as error:
+        raise PrepareError(f"{words[0]}: {error.strerror}") from error
     if done.returncode:
-        said = [line for line in done.stdout.splitlines() if line.strip()]
-        raise PrepareError(f"{Path(words[0]).name} {words[2]}: {said[-1] if said else 'failed'}")
+        said = " ".join(" ".join(done.stdout.splitlines()[-TOLD:]).split())
+        raise PrepareError(f"{Path(words[0]).name} {words[1]}: {said or 'failed'}")
 
 
-#: folder name -> function that fills it
+#: folder name -> function that fills it; first what may miss a package here
 PARTS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
-    "wheels": wheels, "native": native, "kernels": kernels, "data": data,
+    "data": data, "wheels": wheels, "native": native, "kernels": kernels,
 }  # fmt: skip
 
 

@@ -10,9 +10,10 @@
 
 Needs one GPU with 80 GB and hybridcomp[cuda13,deepspeed,dev,megatron,plot], or cuda12. Every step
 is a command whose output goes to OUT/NAME.log; test steps run in parallel. The most informative
-steps come first. A successful step is not repeated (--again repeats it); a failed step is reported
-and the next one begins. With --minutes, steps that do not fit the time left are postponed,
-resumable steps stop in time and continue in the next call, and others are ended.
+steps come first. A successful step is not repeated (--again repeats it); a failed step is reported,
+the next one begins, and another call repeats it last. With --minutes, steps that do not fit the
+time left are postponed, resumable steps stop in time and continue in the next call, and others are
+ended where they take a quarter longer than planned. --pack is written whenever a step has ended.
 docs/results/gpu_proof.md lists the expected figures and which were ever measured.
 
 On a machine that is lent bare for minutes, without a network:
@@ -79,18 +80,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = list(Lister(out, asked.cpu).steps())
     chosen = [step for step in every if not asked.only or step.name.startswith(tuple(asked.only))]
     todo = [step for step in chosen if asked.again or not record.is_done(step)]
+    todo.sort(key=record.has_failed)  # the same code fails again: first what has not run
     if asked.list or asked.dry_run:
         _show(chosen if asked.list else todo, record, asked.dry_run)
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    running = Running(out, record, deadline)
+
+    def keep() -> None:
+        if asked.pack is not None:
+            for line in carried.pack(out, asked.pack.resolve(), MOST_PACKED):
+                print(line, file=sys.stderr)
+
+    running = Running(out, record, deadline, keep)
     try:
         with sigterm_raises():  # ends the running step with the call
             running.run(todo)
     finally:
-        if asked.pack is not None:
-            for line in carried.pack(out, asked.pack.resolve(), MOST_PACKED):
-                print(line, file=sys.stderr)
+        keep()
     for names, what in (
         (running.failed, "failed, and tried again by the same command"),
         (running.later, "for the next call, by the same command"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import one_gpu
 from tests.nccl.launched import launch
+from tests.paths import ROOT
 
 #: a rank prints its identity; the second fails, or all wait for it
 SCRIPT = """
@@ -73,6 +77,21 @@ def test_time_runs_out(script: str) -> None:
     assert found.returncode == 124
     assert "rank 1 ran out of time (--timeout) and was ended" in found.stderr
     assert "rank 0" in found.stdout and "rank 1" not in found.stdout
+
+
+def test_ranks_do_not_outlive_a_killed_launcher() -> None:
+    """``subprocess.run`` kills its child on Ctrl-C, and so does pytest."""
+    told = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    words = [sys.executable, "scripts/one_gpu.py", "--device=cpu", "--", "-c", told]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+        launcher.kill()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            for _ in range(1000):
+                os.kill(pid, 0)
+                time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.gpu_bench.measure import Point
-from benchmarks.gpu_bench.targets import MB, below, target_of
+from benchmarks.gpu_bench.measure import LONG_NBYTES, Point
+from benchmarks.gpu_bench.targets import below, target_of
 from benchmarks.shared import table
 
 ABOUT_SHARES = (
@@ -47,7 +47,7 @@ def size_name(nbytes: int) -> str:
 def section(points: Sequence[Point]) -> list[str]:
     """Return the section of messages of one size."""
     size = points[0].message_nbytes
-    short = size < 16 * MB
+    short = size < LONG_NBYTES
     title = f"## {size_name(size)}: share of a copy"
     lines = [title + ", microseconds of the device / of the host" * short, ""]
     lines += [ABOUT_SMALL, ""] if short else []

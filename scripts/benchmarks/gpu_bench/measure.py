@@ -16,6 +16,8 @@ FLUSH_NBYTES = 256 << 20
 MOST_FLUSHES = 16
 #: rounds of host timing, and calls per round, whose launches fit the stream's queue
 HOST_ROUNDS, HOST_CALLS = 7, 20
+#: bytes of messages from which on the host's time is not measured: it would be the device's
+LONG_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Point:
     share: float
     bits: float
     note: str
-    host_us: float = 0.0  # time to submit the work, without waiting for it
+    host_us: float = 0.0  # time to submit a short message's work, without waiting for it
 
 
 class Stopwatch(Protocol):
@@ -153,11 +155,11 @@ class Bench:
 
     def measure(self, work: Work, dtype: str, message_nbytes: int) -> Point:
         """Measure ``work``, and a copy of as many bytes to compute the share."""
-        took = self._stopwatch.seconds(work.run)
+        took, short = self._stopwatch.seconds(work.run), message_nbytes < LONG_NBYTES
         return Point(
             work.subject, work.phase, dtype, message_nbytes, took, work.nbytes / took / 1e9,
             self.copy_seconds(work.nbytes) / took, work.bits, work.note,
-            self._stopwatch.host_seconds(work.run) * 1e6,
+            self._stopwatch.host_seconds(work.run) * 1e6 if short else 0.0,
         )  # fmt: skip
 
     def copy_point(self, dtype: str, message_nbytes: int) -> Point:

@@ -29,7 +29,7 @@ def pack(out: Path, file: Path, most: int) -> list[str]:
     Packs only the end of each log; if the archive is still too large, drops the largest files and
     returns a line for each. Writes ``file`` atomically.
     """
-    contents = {path: _content(path) for path in _files(out)}
+    contents = {path: _content(path) for path in _files(out) if path != file}
     left: list[str] = []
     while len(packed := _packed(out, contents)) > most and contents:
         largest = max(contents, key=lambda path: len(gzip.compress(contents[path])))

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -47,6 +47,10 @@ class Record:
         found = self.found.get(step.name, {})
         return found.get("done") is True and found.get("command") == list(step.command)
 
+    def has_failed(self, step: Step) -> bool:
+        """Return whether the step has failed or was ended in its last run."""
+        return self.found.get(step.name, {}).get("status", 0) not in (0, TIME_IS_UP)
+
     def put(self, step: Step, status: int, seconds: float) -> None:
         """Record how a step ended."""
         with self._lock:
@@ -60,10 +64,15 @@ class Record:
 
 
 class Running:
-    """Runs the steps of a call until ``deadline`` (``time.monotonic``)."""
+    """Runs the steps of a call until ``deadline`` (``time.monotonic``).
 
-    def __init__(self, out: Path, record: Record, deadline: float) -> None:
-        self._out, self._record, self._deadline = out, record, deadline
+    ``keep``: called whenever steps have ended, since a killed call can save nothing.
+    """
+
+    def __init__(
+        self, out: Path, record: Record, deadline: float, keep: Callable[[], None]
+    ) -> None:
+        self._out, self._record, self._deadline, self._keep = out, record, deadline, keep
         self._processes: set[subprocess.Popen[str]] = set()
         self.failed: list[str] = []
         self.later: list[str] = []
@@ -82,6 +91,7 @@ class Running:
                 if fits:
                     self._say(fits, number, todo)
                     self._beside(fits, left)
+                    self._keep()
                     begun = True
                 number += len(beside)
         finally:
@@ -108,7 +118,7 @@ class Running:
     def _one(self, step: Step, left: float) -> None:
         began = time.monotonic()
         log = self._out / f"{step.name}.log"
-        status, shown = self._command(step, log, left)
+        status, shown = self._command(step, log, step.most(left))
         seconds = time.monotonic() - began
         self._record.put(step, status, seconds)
         if status == TIME_IS_UP:
@@ -131,7 +141,7 @@ class Running:
             process = subprocess.Popen(
                 words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, text=True, errors="replace", preexec_fn=os.setpgrp,
-                env={**os.environ, **step.env},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **step.env},
             )  # fmt: skip
             self._processes.add(process)
             assert process.stdout is not None

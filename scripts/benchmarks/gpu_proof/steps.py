@@ -48,8 +48,12 @@ ON_CPU = {
     "nccl": "tests/nccl/test_split.py",
 }
 #: seconds: that a step needs to stop in time; of work that is worth a start; that a layout of the
-#: speed benchmark needs to begin (bench_gpu_training.START_S)
-STOPPING_S, LEAST_S, SPEED_S = 45.0, 60.0, 105.0
+#: speed benchmark needs to begin (bench_gpu_training.START_S); that a pair of losses takes
+STOPPING_S, LEAST_S, SPEED_S, PAIR_S = 45.0, 60.0, 105.0, 200.0
+#: share of its estimate that a step without a budget may take of a call with limited time
+PATIENCE = 1.25
+#: what compiles for a minute in the step ``codecs`` unless a test step beside others has done so
+COMPILED = ("--sizes", "256M", "1M", "--repeats", "1", "--only", "compile", "Triton", "DeepSpeed")
 BOUND = "of what its bytes allow at least 0.90, auto of the better at least 0.97"
 #: model sizes of the speed benchmark: options, minutes of the first layouts and of each full layout
 SIZES: dict[str, tuple[tuple[str, ...], float, float]] = {
@@ -64,7 +68,8 @@ class Step:
 
     Attributes:
         budget: option that limits the command's seconds; "" if it cannot resume in another call.
-            A call with limited time passes at most ``minutes``.
+            A call with limited time passes at most ``minutes``, and ends other steps after
+            PATIENCE times as many.
         short: more options for a call with limited time.
         least: seconds of work for which a step with ``budget`` is worth a start.
         beside: name of a group of steps that run in parallel; "" if the step runs alone.
@@ -92,6 +97,12 @@ class Step:
     def begins(self, left: float) -> bool:
         """Return whether the step may start with ``left`` seconds."""
         return left >= (self.least + STOPPING_S if self.budget else 60 * self.minutes)
+
+    def most(self, left: float) -> float:
+        """Return the seconds that the step may take of ``left``, so that a hang costs no other."""
+        if self.budget or math.isinf(left):
+            return left
+        return min(left, max(LEAST_S, PATIENCE * 60 * self.minutes))
 
     def words(self, left: float) -> tuple[str, ...]:
         """Return the command line for ``left`` seconds."""
@@ -140,20 +151,23 @@ class Lister:
                 words = tuple(ON_CPU[name].split())
             yield Step(
                 f"tests-{name}", "pytest -m gpu is green, under 10 minutes in all", 3,
-                (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words),
+                (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *words),
                 beside="tests", env={"HYBRIDCOMP_NCCL_DEVICE": "cpu"} if self.cpu else {},
             )  # fmt: skip
+        if not self.cpu:
+            yield Step("peers", "peers compile", 3, self._kernels(self.out / "peers", *COMPILED),
+                       beside="tests")  # fmt: skip
 
     def _codecs(self) -> Step:
-        files = [
-            word
-            for kind in ("md", "json")
-            for word in (f"--{kind}", str(self.out / f"gpu_codecs.{kind}"))
-        ]
         where = ("--cpu",) if self.cpu else ()
+        command = self._kernels(self.out / "gpu_codecs", "--resume", *where)
         return Step("codecs", "shares of a copy, small messages, peers; the size exchange", 2.5,
-                    self._bench("bench_gpu", "--no-tests", "--resume", *files, *where),
-                    budget="--seconds")  # fmt: skip
+                    command, budget="--seconds")  # fmt: skip
+
+    def _kernels(self, name: Path, *words: str) -> tuple[str, ...]:
+        """Return the kernels' benchmark, which writes NAME.md and NAME.json."""
+        files = (word for kind in ("md", "json") for word in (f"--{kind}", f"{name}.{kind}"))
+        return self._bench("bench_gpu", "--no-tests", *files, *words)
 
     def _speed(self, size: str, *words: str) -> tuple[str, ...]:
         """Return a training benchmark's command; all its records go to one file per model size."""
@@ -168,7 +182,7 @@ class Lister:
         words = ("--rounds", "4", "--layouts", *BRIEF, "--arms", *ARMS)
         minutes = SIZES[size][1]
         return Step(f"brief-{size}", BOUND, minutes, self._speed(size, *words), "--budget",
-                    least=SPEED_S)  # fmt: skip
+                    least=45 * minutes)  # fmt: skip
 
     def _speeds(self, size: str) -> Iterator[Step]:
         arms = ("--arms", *ARMS) if self.cpu else ()
@@ -188,7 +202,8 @@ class Lister:
             "gpu_losses", "--data", self.out / "data" / "gpt2", "--out", self.out / "losses",
             *(small if self.cpu else ()),
         )  # fmt: skip
-        yield Step("losses", "gap at most 0.1 % for recommended", 6, losses, "--budget")
+        yield Step("losses", "gap at most 0.1 % for recommended", 6, losses, "--budget",
+                   least=PAIR_S)  # fmt: skip
 
     def _waits(self) -> Step:
         """Return the step that profiles waits of the first layouts, a minute each."""

@@ -166,10 +166,12 @@ def test_a_part_is_made_anew_or_not_at_all(
 
 
 @pytest.mark.nightly
-def test_a_command_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
+def test_a_command_that_fails_is_told_by_its_last_lines(tmp_path: Path) -> None:
     words = (sys.executable, "-c", "import sys; print('first'); sys.exit('last')")
-    with pytest.raises(prepare_gpu.PrepareError, match="last$"):
+    with pytest.raises(prepare_gpu.PrepareError, match="first last$"):
         prepare_gpu._call(*words)
+    with pytest.raises(prepare_gpu.PrepareError, match="^/nowhere/python3.12: No such file"):
+        prepare_gpu._call("/nowhere/python3.12", "-m", "pip")
     asked = prepare_gpu.parse(["--architecture", "90", "--nvrtc", "1.2.3"])
     code = "from benchmarks.gpu_bench import prebuild; prebuild.compile_here(90, '1.2.3')"
     env = {"PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])}
