@@ -14,6 +14,7 @@ from hybridcomp.elastic import batches
 from hybridcomp.elastic.sampler import ElasticSampler
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import agreement
+from hybridcomp.patches.common.resumed_parts import scale
 
 Tail = Literal["drop", "keep"]
 RANKS = (1, 2, 3, 4, 6, 12)
@@ -203,6 +204,16 @@ def test_the_learning_rate_follows_as_the_user_says(scaling: str, factor: float)
         batches.lr_factor(16, 32, None)
     with pytest.raises(ConfigError, match="expected one of linear, sqrt, keep"):
         batches.lr_factor(16, 16, "cubic")
+
+
+def test_rates_of_optimizer_and_scheduler_are_scaled() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    scale(optimizer, scheduler, 3.0)
+    rates = [optimizer.param_groups[0]["lr"]]
+    optimizer.step()
+    scheduler.step()
+    assert [*rates, optimizer.param_groups[0]["lr"]] == [3.0, 1.5]
 
 
 def test_starts_with_a_store_of_their_own_need_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,7 @@ def test_a_running_job_takes_what_its_engine_has_parsed() -> None:
     assert found["train_micro_batch_size_per_gpu"] == 4
     read = by_deepspeed.of_file(written) or {}  # the file has no number of ranks
     assert DeepSpeedJob(read).get("train_micro_batch_size_per_gpu") is None
+    assert logging.root.manager.disable < logging.CRITICAL, "logs are silent in the parser alone"
     with pytest.raises(ConfigError, match='"zero_optimization.reduce_scatter": false'):
         check(block(dp="blockint"), found)
 
