@@ -201,6 +201,13 @@ def test_raw_keys_are_what_python_takes_them_for() -> None:
             assert bool(DeepSpeedJob(settings).get("expert_parallel.enabled")) is truth
 
 
+def test_counts_are_numbers_of_one_or_more() -> None:
+    assert parsed({"train_batch_size": 2.0})["train_batch_size"] == 2
+    for count in (0, -1, 2.5, "8"):
+        with pytest.raises(ConfigError, match="expected a whole number of 1 or more"):
+            parsed({"train_batch_size": count})
+
+
 def test_removed_keys_are_those_of_the_owner() -> None:
     assert set(ds_settings.REMOVED) == set(owner._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     assert set(ds_settings.REMOVED_OF_ZERO) == set(owner._REMOVED_ZERO_CONFIG_KEYS)
