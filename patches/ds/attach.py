@@ -114,6 +114,7 @@ def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
             say(advice)  # printed before the tracebacks of all ranks
         raise
     island_unit.finish(self, given)
+    record.attach(self)  # before a pipeline's ``ReadAhead``, which may read micro-batches twice
     if block is None:
         lacks = f'DeepSpeed\'s configuration has no "{BLOCK}"'
         if BLOCK in ds_json:
@@ -126,7 +127,6 @@ def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
         undo = ExitStack()
         with together(WHAT, undo.close):
             _attach(self, block, notes, absent, undo)
-    record.attach(self)
 
 
 def _plan(

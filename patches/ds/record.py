@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ class Recorder:
         self._losses: list[torch.Tensor] = []
         self._batches = hashlib.sha256()
         self._step_tokens = self._tokens = 0
+        #: of a pipeline's micro-batches that no step has used: tokens, and the hash after each
+        self._read: deque[tuple[int, Any]] = deque()
         #: tokens and hash before the last pass in eval mode, which may belong to a validation
         self._before: tuple[int, Any] | None = None
         self._start: float | None = None
@@ -114,12 +117,20 @@ class Recorder:
         batch = original(*args, **kwargs)
         if torch.is_grad_enabled():
             self._see(batch)
+            self._read.append((self._step_tokens, self._batches.copy()))
+            self._step_tokens = 0
         return batch
 
     def _train_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._begin()
         loss = original(*args, **kwargs)
+        ahead = self._batches
+        # without a flush the first stage has read micro-batches of later steps, too
+        for _ in range(min(len(self._read), int(self._engine.micro_batches))):
+            tokens, self._batches = self._read.popleft()
+            self._step_tokens += tokens
         self._finish(float(loss.mean()))  # the mean over replicas, on all stages
+        self._batches = ahead
         return loss
 
     def _begin(self) -> None:

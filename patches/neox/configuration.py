@@ -83,6 +83,9 @@ def _numbers_as_text(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers_as_text(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _numbers_as_text(item, f"{path}[{index}]")
     elif isinstance(value, str) and NUMBER.fullmatch(value):
         yield path, value
 

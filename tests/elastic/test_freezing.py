@@ -319,6 +319,26 @@ def test_fully_sharded_and_bf16_optimizers_reduce_what_trains(outcomes: Trained)
         assert seen.sent[6]["zero"] < seen.sent[2]["zero"] == seen.sent[11]["zero"]
 
 
+def frozen_then_thawed() -> tuple[list[bool], list[bool]]:
+    """Return which weights a lossy gather left alone, and, thawed, which gathers go on so."""
+    from hybridcomp.patches.ds.zero.parameter_gathers import TRAINED
+
+    case = Case("zero1", block=(ZERO,))
+    with engine_for(case) as (engine, optimizer):
+        hybridcomp.freeze(engine, "0")
+        before = weights(case, engine)
+        one_step(case, engine, optimizer, 0)
+        now = weights(case, engine)
+        hybridcomp.thaw(engine)
+        left = [hasattr(flat, TRAINED) for flat in optimizer.bit16_groups_flat]
+        return [torch.equal(now[name], before[name]) for name in now], left
+
+
+def test_no_lossy_gather_changes_what_is_frozen(outcomes: Trained) -> None:
+    for same, left in outcomes.pool.run(frozen_then_thawed):
+        assert same == [True] * 2 + [False] * 6 and left == [False]
+
+
 def attempt(call: Callable[..., Any], *args: Any) -> str:
     try:
         call(*args)

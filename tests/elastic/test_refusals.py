@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,6 +289,21 @@ def test_replan_refuses_folders_that_hold_no_checkpoint(
     for place in (tmp_path, tmp_path / "none"):
         assert cli.main(["replan", str(place), "--ranks", "2"]) == 2
         assert "expected checkpoints of DeepSpeed, megatron-core or of" in capsys.readouterr().err
+
+
+def test_a_conversion_is_of_one_save(tmp_path: Path) -> None:
+    """Saved again under the same name, a checkpoint is converted again."""
+    from hybridcomp.patches.ds.checkpoint import conversion
+
+    name = "mp_rank_00_model_states.pt"
+    job: Any = SimpleNamespace(folder=tmp_path / "step6", files=(name, "x_optim_states.pt"))
+    for folder in (job.folder, tmp_path / "target"):
+        folder.mkdir()
+        (folder / name).write_bytes(b"one")
+    assert conversion._is_of(tmp_path / "target", job)
+    (job.folder / name).write_bytes(b"two")
+    os.utime(job.folder / name, (0, 0))
+    assert not conversion._is_of(tmp_path / "target", job)
 
 
 @pytest.mark.nightly

@@ -35,6 +35,7 @@ class AsyncJob:
     checkpoint: bool | None = None  # recompute activations, reentrant or not
     save_at: int = 0  # a checkpoint after so many steps
     evaluate_at: int = 0
+    grow_at: int = 0  # twice as many micro-batches after so many steps
     resume: bool = False  # from the checkpoint at ``save_at``
     break_at: int = -1  # the last stage fails in this step
     revert_at: int = -1  # uninstall after so many steps
@@ -192,6 +193,8 @@ def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
         collectives += len(called)
         if step + 1 == job.evaluate_at:
             evaluations.append(float(engine.eval_batch(data(job))))
+        if step + 1 == job.grow_at:
+            engine.set_train_batch_size(2 * engine.train_batch_size())
         if step + 1 == job.save_at and not job.resume:
             engine.save_checkpoint(folder, tag="saved")
     found = AsyncOutcome(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from hybridcomp.patches.ds import record
 from tests.nn.async_pipeline import simulation
 from tests.ranks import RankPool, RunRanks, Trained
 from tests.selection import by_day
@@ -105,9 +107,11 @@ def test_drains(module_ranks: RunRanks, tmp_path: Path) -> None:
     spoiled = replace(evaluated, evaluate_at=6)
     flush = replace(evaluated, pipeline=None)
     ended = replace(evaluated, evaluate_at=0, batches=12)
+    grown = AsyncJob({"versions": "stash"}, 2, steps=6, grow_at=3)
     jobs = [full, replace(full, resume=True), evaluated, spoiled, flush, ended]
+    jobs += [grown, replace(grown, evaluate_at=3)]
     for outcomes in module_ranks(2, async_trainer.run, 2, jobs, str(tmp_path)):
-        whole, resumed, one, other, synchronous, last = outcomes
+        whole, resumed, one, other, synchronous, last, *more = outcomes
         assert torch.equal(whole.weights[0], resumed.weights[0])
         assert whole.losses[5:] == resumed.losses
         # equal until the evaluation; the batch after it has no late gradient
@@ -116,6 +120,7 @@ def test_drains(module_ranks: RunRanks, tmp_path: Path) -> None:
         assert one.evaluations != other.evaluations
         assert len(synchronous.evaluations) == 1
         assert last.losses == other.losses  # data that ends with the last step
+        assert more[0].losses == more[1].losses  # another number of micro-batches drains, too
 
 
 BASE = AsyncJob(
@@ -184,6 +189,28 @@ def test_a_stage_that_fails_ends_the_others() -> None:
     text = str(raised.value)
     assert "the last stage breaks" in text
     assert "rank 0 of 2" in text
+
+
+def recorded(folder: Path) -> None:
+    """Record a training with and without a flush, with an evaluation between."""
+    for versions in ("flush", "stash"):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv(record.ENVIRONMENT, str(folder / versions))
+            patched.setattr(record, "_recorded", False)
+            async_trainer.run(2, [AsyncJob({"versions": versions}, 2, steps=9, evaluate_at=3)])
+
+
+def test_records_name_the_data_of_a_step_and_not_what_was_read(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    module_ranks(2, recorded, tmp_path)
+    flush, stash = (
+        [json.loads(line)["run"] for line in (tmp_path / name).read_text().splitlines()
+         if '"run"' in line]
+        for name in ("flush", "stash")
+    )  # fmt: skip
+    assert set(flush[-1]["data"]) == {"first_batch", "first_batches"}
+    assert stash == flush
 
 
 def test_reverted(module_ranks: RunRanks) -> None:

@@ -10,6 +10,7 @@ import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,14 +119,19 @@ def resumed_without(folder: str) -> list[str]:
     engine = make_engine(1)
     train(engine, 0, 2, 0)
     engine.save_checkpoint(folder)
-    told = []
+    told, others = [], []
     for block in ({"enabled": False}, {"codec": "bf16"}):
         settings = block if "enabled" in block else {"dp": block}
-        other = make_engine(1, block=settings)
+        others.append(make_engine(1, block=settings))
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            path, _ = other.load_checkpoint(folder)
+            path, _ = others[-1].load_checkpoint(folder)
         assert path is not None
         told.append(out.getvalue())
+    dist.barrier()
+    Path(folder, "global_step2", "hybridcomp_states_rank_00000.pt").touch()  # as from NVMe
+    for other in others:
+        with pytest.raises(CheckpointError, match="which DeepSpeed alone cannot read"):
+            other.load_checkpoint(folder)
     return told
 
 
@@ -167,11 +173,51 @@ def exact_run(folder: str) -> float:
         master = safe_get_full_fp32_param(weight)
         assert not torch.equal(weight, master), "training does not use the decoded weights"
         differences.append(float((saved[name] - master).abs().max()))
+    before = [weight.detach().clone() for weight in engine.module.parameters()]
+    full = mock.patch.object(engine, "_save_checkpoint", side_effect=OSError("full"))
+    with full, pytest.raises(OSError, match="full"):
+        engine.save_checkpoint(folder, tag="there")
+    assert all(map(torch.equal, before, engine.module.parameters())), "decoded again"
     return max(differences)
 
 
 def test_saved_weights_are_the_master_weights(module_ranks: RunRanks, tmp_path: Path) -> None:
     assert module_ranks(2, exact_run, str(tmp_path)) == [0.0, 0.0]
+
+
+def saved_before_the_first(folder: str) -> bool:
+    """Save after the last native step; return whether the weights stayed native."""
+    engine = make_engine(1, block={"zero": {"codec": "blockint", "bits": 4}, "start_step": 2})
+    train(engine, 0, 2, 0)
+    before = [weight.detach().clone() for weight in engine.module.parameters()]
+    engine.save_checkpoint(folder)
+    return all(map(torch.equal, before, engine.module.parameters()))
+
+
+def test_saving_right_before_start_step_encodes_nothing(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert module_ranks(2, saved_before_the_first, str(tmp_path)) == [True, True]
+
+
+def weights_only(folder: str) -> tuple[float, int]:
+    """Load weights without optimizer states; return what is left of residuals, and the step."""
+    from hybridcomp.channels import channels_of
+
+    engine = make_engine(1)
+    train(engine, 0, 2, dist.get_rank())
+    engine.save_checkpoint(folder)
+    train(engine, 2, 3, dist.get_rank())
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    channels = channels_of(engine)
+    assert channels is not None
+    return channels.residuals.norm(), channels.step
+
+
+def test_weights_that_are_loaded_alone_take_no_residuals(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert module_ranks(2, weights_only, str(tmp_path)) == [(0.0, 2)] * 2
 
 
 def save_run(folder: str) -> tuple[dict[str, torch.Tensor], float]:
@@ -376,3 +422,5 @@ def test_residuals_drop_where_the_scaler_of_autocast_skips_a_step(module_ranks: 
     for history in module_ranks(2, autocast_run):
         assert [factor for factor, _ in history] == [1.0, 1.0, 1.0, 0.5, 1.0]
         assert [norm > 0 for _, norm in history] == [True, True, True, False, True]
+        # both of a single step; the scale of the first is known before it
+        assert 0.5 < history[0][1] / history[4][1] < 8

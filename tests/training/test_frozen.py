@@ -132,6 +132,13 @@ class Zero3:
         assert session is not None
         return session.memory
 
+    def available(self) -> float:
+        """Return how many elements DeepSpeed counts as gathered."""
+        from hybridcomp.patches.ds.zero.frozen import AVAILABLE
+
+        coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
+        return float(getattr(coordinator, AVAILABLE))
+
 
 class Sharded:
     """The same under FSDP2, with a group per layer."""
@@ -221,6 +228,8 @@ def trained(
         losses.append(job.step(values_of(step)))
         if block is not None:
             sent.append(job.wire() - sum(sent))
+    if engine != "fsdp2":
+        losses.append(job.available())  # which limits what DeepSpeed prefetches
     return losses, sent, job.kept() if block is not None and "frozen" in str(block) else 0
 
 

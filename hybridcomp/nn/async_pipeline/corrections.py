@@ -155,13 +155,13 @@ class PipeMare(UpdateCorrection):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        delay: float,
+        delay: Callable[[], float],
         settings: AsyncPipelineConfig,
         step: Callable[[], int],
     ) -> None:
         super().__init__(optimizer)
         self._delay, self._anneal, self._step = delay, settings.anneal, step
-        self._left = settings.decay ** (1 / delay) if delay else 0.0
+        self._decay = settings.decay
         self._rates: list[float] = []
 
     def before(self) -> None:
@@ -169,7 +169,7 @@ class PipeMare(UpdateCorrection):
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         power = 1 - min(self._step() / self._anneal, 1) if self._anneal else 0.0
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] / max(self._delay, 1.0) ** power
+            group["lr"] = group["lr"] / max(self._delay(), 1.0) ** power
 
     def after(self) -> None:
         """Restore the schedule's learning rates."""
@@ -178,17 +178,19 @@ class PipeMare(UpdateCorrection):
 
     def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
         """Add the step to the trend of the weights (T2)."""
-        moved, trend = parameter - before, self.kept(parameter)
+        moved, trend, delay = parameter - before, self.kept(parameter), self._delay()
         trend = torch.zeros_like(moved) if trend is None else trend
-        self.keep(parameter, self._left * trend + (1 - self._left) * moved)
+        left = self._decay ** (1 / delay) if delay else 0.0
+        self.keep(parameter, left * trend + (1 - left) * moved)
 
     def backward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the weights moved back along their trend by the delay of the gradients."""
-        if not self._delay:
+        delay = self._delay()
+        if not delay:
             return None
         trends = [self.kept(p) for p in parameters]
         pairs = zip(parameters, trends, strict=True)
-        return [p.data if t is None else p.data - self._delay * t for p, t in pairs]
+        return [p.data if t is None else p.data - delay * t for p, t in pairs]
 
 
 class SpikeCompensation(UpdateCorrection):
@@ -196,7 +198,7 @@ class SpikeCompensation(UpdateCorrection):
 
     needs_own_weights = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, delay: float) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, delay: Callable[[], float]) -> None:
         for group in optimizer.param_groups:
             plain = not (group.get("dampening") or group.get("nesterov") or group.get("maximize"))
             if not isinstance(optimizer, torch.optim.SGD) or not group["momentum"] or not plain:
@@ -210,20 +212,21 @@ class SpikeCompensation(UpdateCorrection):
         velocity, momentum = self.optimizer.state[parameter]["momentum_buffer"], group["momentum"]
         assert parameter.grad is not None, "of a parameter that steps"
         grad = parameter.grad + group["weight_decay"] * before
-        part = momentum**self._delay
+        part = momentum ** self._delay()
         spread = (1 - part) / (1 - momentum)
         parameter.copy_(before - group["lr"] * (part * velocity + spread * grad))
 
     def forward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the weights expected at the backward pass if the velocity does not change."""
-        if not self._delay:
+        delay = self._delay()
+        if not delay:
             return None
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         predicted = []
         for parameter in parameters:
             velocity = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
             data = parameter.data
-            step = 0 if velocity is None else self._delay * rates[parameter] * velocity
+            step = 0 if velocity is None else delay * rates[parameter] * velocity
             predicted.append(data - step)
         return predicted
 
@@ -231,10 +234,10 @@ class SpikeCompensation(UpdateCorrection):
 def make_correction(
     settings: AsyncPipelineConfig,
     optimizer: torch.optim.Optimizer,
-    delay: float,
+    delay: Callable[[], float],
     step: Callable[[], int],
 ) -> UpdateCorrection | None:
-    """Return the correction of ``settings`` for a stage whose gradients are ``delay`` steps late.
+    """Return the correction of ``settings`` for a stage whose gradients are ``delay()`` steps late.
 
     ``step`` returns the number of flushless steps so far. Returns None for no correction. Raises
     ConfigError if the correction does not support this optimizer.

@@ -70,7 +70,6 @@ class AsyncPipeline:
         module = self.engine.module  # the engine itself may be half built
         return int(module.num_stages - 1 - module.stage_id) * self.posts.depth
 
-    @property
     def _delay(self) -> float:
         """Return the average delay of this stage's gradients, in optimizer steps."""
         return self.ahead / int(self.engine.gradient_accumulation_steps())

@@ -64,6 +64,10 @@ def engines() -> dict[str, str]:
     found["block by call"] = installed(BLOCK)
     del engine
     hybridcomp.install()
+    engine = make_engine(None)
+    found["a new block"] = installed(BLOCK)
+    del engine
+    hybridcomp.install()
     engine = make_engine(BLOCK)
     hybridcomp.uninstall()
     found["attached"] = installed()
@@ -77,7 +81,7 @@ def engines() -> dict[str, str]:
 def test_deepspeed() -> None:
     pytest.importorskip("deepspeed")
     (found,) = run_ranks(1, engines)
-    for case in ("with a block", "block by call"):
+    for case in ("with a block", "block by call", "a new block"):
         assert "a DeepSpeedEngine that was built before it" in found.pop(case)
     assert not any(found.values()), found
 

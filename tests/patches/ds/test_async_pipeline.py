@@ -100,8 +100,27 @@ def test_spike_needs_its_optimizer() -> None:
         torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),
     ):
         with pytest.raises(ConfigError, match="SGD with momentum"):
-            make_correction(settings, optimizer, 1.0, int)
+            make_correction(settings, optimizer, float, int)
     assert is_adam(SimpleNamespace(basic_optimizer=torch.optim.AdamW(parameters)))
+
+
+def test_corrections_follow_the_number_of_micro_batches() -> None:
+    module, counts = torch.nn.Linear(2, 2), [1, 2]
+    optimizer = torch.optim.SGD(module.parameters(), 1.0)
+    module.num_stages, module.stage_id = 5, 0  # type: ignore[assignment]
+    stage = SimpleNamespace(
+        module=module, basic_optimizer=optimizer, global_steps=0, _next_batch=None,
+        gradient_accumulation_steps=lambda: counts[0],
+    )  # fmt: skip
+    settings, rates = AsyncPipelineConfig(versions=1, correction="pipemare", anneal=10), []
+    pipeline = async_pipeline.AsyncPipeline(stage, settings, mock.MagicMock(depth=1))
+    assert pipeline.correction is not None
+    while counts:
+        pipeline.correction.before()
+        rates.append(optimizer.param_groups[0]["lr"])
+        pipeline.correction.after()
+        counts.pop(0)
+    assert rates == [1 / 4, 1 / 2]
 
 
 def test_other_engines_have_no_such_pipeline() -> None:
@@ -162,3 +181,6 @@ def test_data_that_ends_or_changes() -> None:
     stand_in.data_iterator = iter(range(3))
     with pytest.raises(ConfigError, match="another iterator"):
         ahead.begin(False)
+    ahead.replay()
+    ahead.begin(True)  # drained: 0 was of the other iterator
+    assert read(False) == 1

@@ -167,7 +167,7 @@ def lost(job: Job, folder: str, how: str) -> tuple[bool, dict[str, str], float, 
         Path(folder, "half", "hybridcomp_parameters_rank_00001.pt").unlink()
     train_step(engine, job, 3)
     settings = {"load_optimizer_states": False} if how == "weights only" else {}
-    engine.load_checkpoint(folder, tag="half", **settings)
+    engine.load_checkpoint(f"{folder}/empty" if how == "nothing" else folder, **settings)
     loaded = distance(engine)
     train_step(engine, job, 4)
     return loaded[0] == loaded[1], digests(engine), *distance(engine)
@@ -182,6 +182,14 @@ def test_deltas_start_anew_after_loading_without_references(
     assert first == second
     exact, _, error, rounding = first
     assert exact and error == rounding == 0.0
+
+
+def test_a_load_that_finds_nothing_keeps_the_references(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    job = replace(JOBS["zero1-fp32"], block=BLOCK)
+    for exact, _, error, rounding in module_ranks(2, lost, job, str(tmp_path), "nothing"):
+        assert not exact and error > rounding, "the next gather sends deltas"
 
 
 def written(job: Job, how: str) -> tuple[dict[str, str], float, float]:

@@ -119,6 +119,10 @@ def test_gradients_come_back_for_the_set_that_went() -> None:
     assert link.activation() == B
     assert [link.gradient() for _ in range(3)] == [A, B, B]
     assert not link.waiting
+    link.activation()  # of an evaluation, for which no gradient comes back
+    link.restart()
+    link.agreed = Agreement((A,), (A,))
+    assert [link.activation(), link.gradient()] == [A, A]
 
 
 class Wire:

@@ -6,9 +6,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import RunRanks
@@ -141,8 +143,13 @@ def planned_steps(share: float) -> tuple[Any, ...]:
 
     numel = sum(p.numel() for p in Model().parameters())
     policy = {"policy": "planned", "device_gb": 2 * share * numel / 1e9}
-    engine = make_engine("plain", 0, policy, accumulation=2)
-    step(engine)
+    engine, room = make_engine("plain", 0, policy, accumulation=2), planned.PlannedMemory._room
+
+    def of_this_rank(plan: Any, resident: int) -> float:
+        return room(plan, resident) * (1 + dist.get_rank())  # the least is for all
+
+    with mock.patch.object(planned.PlannedMemory, "_room", of_this_rank):
+        step(engine)
     coordinator = coordinator_of(engine)
     plan = getattr(coordinator, planned.ATTRIBUTE)
     choice = plan.choice  # from the second pass on

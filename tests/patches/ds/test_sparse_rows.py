@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hybridcomp.channels import channels_of
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.sparse_tables import SparseTables
 from tests.patches.torch.trainer import digest
 from tests.ranks import RunRanks
 from tests.selection import by_day
@@ -98,7 +99,7 @@ def test_lossy_sums_leave_four_replicas_equal(module_ranks: RunRanks) -> None:
 
 def _out_of_range() -> str:
     engine = build({"embed": B8, "dp": "none"})
-    ids = torch.tensor([1, ROWS + 2 if dist.get_rank() else 2])
+    ids = torch.tensor([1, ROWS if dist.get_rank() else 2])
     try:
         engine.backward(engine(ids))
         engine.step()
@@ -110,7 +111,7 @@ def _out_of_range() -> str:
 
 
 def test_an_id_out_of_range_on_one_rank_is_told_on_all(module_ranks: RunRanks) -> None:
-    wanted = "table.weight: rank 1 has row 502; expected 0 to 499; look at the ids of its batch"
+    wanted = "table.weight: rank 1 has row 500; expected 0 to 499; look at the ids of its batch"
     assert module_ranks(2, _out_of_range) == [wanted] * 2
 
 
@@ -125,3 +126,17 @@ def _refused() -> str:
 def test_stages_that_take_no_sparse_gradients_are_refused(module_ranks: RunRanks) -> None:
     for said in module_ranks(2, _refused):
         assert said.startswith("compression.embed: found Embedding(sparse=True) at ZeRO 1 to 3")
+
+
+def test_an_id_is_noted_once_and_only_while_its_table_trains() -> None:
+    table, wrong = nn.Embedding(4, 2, sparse=True), torch.tensor([1, 4])
+    tables = SparseTables(table)
+    table(wrong)
+    assert [tables.wrong(table.weight) for _ in range(2)] == [4, None]
+    table.weight.requires_grad_(False)
+    with pytest.raises(IndexError):  # torch's own
+        table(wrong)
+    table.weight.requires_grad_(True)
+    tables.leave()
+    with pytest.raises(IndexError):
+        table(wrong)

@@ -83,6 +83,10 @@ MISTAKES: list[tuple[str, str]] = [
         "optimizer.params.eps: found 1e-08, which YAML reads as text; write it with a dot: 1.0e-08",
     ),
     (
+        '{"optimizer": {"params": {"betas": [0.9, 95e-2]}}}',
+        "optimizer.params.betas[1]: found 95e-2",
+    ),
+    (
         '{"deepspeed_extra_args": {"compression": {"dq": "bf16"}}}',
         "deepspeed_extra_args.compression.dq: found",
     ),
@@ -171,9 +175,12 @@ def test_the_module_launches_deepy_with_the_file(checkout: Path, tmp_path: Path)
     found = start("--path", cwd=tmp_path, program=module)
     assert (found.returncode, found.stdout) == (0, f"{SCRIPT}\n")
     (tmp_path / "job.yml").write_text("{}")
-    home = {"GPT_NEOX_HOME": str(checkout), "DS_ACCELERATOR": "cpu"}
+    home = {"GPT_NEOX_HOME": str(checkout), "DS_ACCELERATOR": "cpu", "HYBRIDCOMP_CONFIG": "x.json"}
+    with (checkout / "deepy.py").open("a") as deepy:
+        deepy.write("from deepspeed.launcher import runner\nprint(runner.EXPORT_ENVS[-2:])\n")
     found = start("job.yml", cwd=tmp_path, program=module, **home)
     assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith("['GPT_NEOX_HOME', 'HYBRIDCOMP_CONFIG']\n"), "to other machines"
     expected = [str(checkout / "deepy.py"), str(SCRIPT), "job.yml"]
     assert f"deepy {expected} __main__ False" in found.stdout
     (tmp_path / "job.yml").write_text('{"compression": {}}')

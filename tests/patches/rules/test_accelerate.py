@@ -44,6 +44,10 @@ def test_the_file_that_it_names_is_the_job(
     assert f"start with  accelerate launch --config_file {path} -m hybridcomp.run" in said
     assert cli.main(["pays", str(path)]) == 0
     assert capsys.readouterr().out.startswith("bf16 messages among 8 ranks, ZeRO 2")
+    later = {"zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}}
+    (tmp_path / "ds.json").write_text(json.dumps({**SETTINGS, **later}))
+    job = read_job_file(path).job
+    assert (job.stage, job.dtype) == (2, "fp32"), "Accelerate's defaults"
 
 
 @pytest.mark.parametrize(

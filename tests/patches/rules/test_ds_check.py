@@ -356,7 +356,17 @@ def test_zero_acts_at_stage_0_where_bf16_optimizer_partitions() -> None:
     assert check(block(zero="blockint"), ds_json, pipeline=True) == []
 
 
-def test_old_spellings_of_zero() -> None:
+def test_bf16_optimizer_and_deepcompile_as_deepspeed_chooses_them() -> None:
+    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    assert DeepSpeedJob({**zero(1), **bf16}).bf16_optimizer
+    assert not DeepSpeedJob({**offload(1), **bf16}).bf16_optimizer
+    for passes, compiles in (([], True), (["autosp"], False), (["autotp"], False)):
+        graph = {"compile": {"deepcompile": True, "passes": passes}}
+        assert DeepSpeedJob({**zero(2), **graph}).compiled is compiles
+
+
+def test_old_spellings() -> None:
+    assert DeepSpeedJob({"bfloat16": {"enabled": True}}).dtype == "bf16"
     assert DeepSpeedJob({"zero_optimization": True}).stage == 1
     assert DeepSpeedJob({"zero_optimization": {"stage": 2, "cpu_offload": True}}).cpu_offload
     with pytest.raises(ConfigError, match=r'zero_optimization\.stage: found "two"'):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,7 @@ def test_a_running_job_takes_what_its_engine_has_parsed() -> None:
     assert found["train_micro_batch_size_per_gpu"] == 4
     read = by_deepspeed.of_file(written) or {}  # the file has no number of ranks
     assert DeepSpeedJob(read).get("train_micro_batch_size_per_gpu") is None
+    assert logging.root.manager.disable < logging.CRITICAL, "logs are silent in the parser alone"
     with pytest.raises(ConfigError, match='"zero_optimization.reduce_scatter": false'):
         check(block(dp="blockint"), found)
 
@@ -206,6 +208,13 @@ def test_raw_keys_are_what_python_takes_them_for() -> None:
         raw = {"expert_parallel": {"enabled": value, "comm_backend": "deepep"}}
         for settings in (raw, by_deepspeed.of_file(raw) or {}):
             assert bool(DeepSpeedJob(settings).get("expert_parallel.enabled")) is truth
+
+
+def test_counts_are_numbers_of_one_or_more() -> None:
+    assert parsed({"train_batch_size": 2.0})["train_batch_size"] == 2
+    for count in (0, -1, 2.5, "8"):
+        with pytest.raises(ConfigError, match="expected a whole number of 1 or more"):
+            parsed({"train_batch_size": count})
 
 
 def test_removed_keys_are_those_of_the_owner() -> None:

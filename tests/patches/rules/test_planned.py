@@ -38,6 +38,8 @@ def test_what_differs_is_said_and_what_is_not_known_is_not_asked(tmp_path: Path)
         "this job has data parallel 1 instead of 2, pipeline stages 2 instead of 1; start the job"
     )
     assert said in str(caught.value)
+    with pytest.raises(ConfigError, match="ranks that shard a model 2 instead of 1"):
+        hold_to_plan(config, {**LAYOUT, "shards": 2})  # the plan names none
     hold_to_plan(CompressionConfig.parse({"preset": "recommended"}), {"ranks": 7})
 
 
