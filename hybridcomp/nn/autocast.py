@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 
 
 def cast(*tensors: Tensor) -> list[Tensor]:
@@ -13,7 +16,7 @@ def cast(*tensors: Tensor) -> list[Tensor]:
     Integers and fp64 are not cast, as in torch.
     """
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not (is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
     return [
@@ -21,6 +24,7 @@ def cast(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def off(like: Tensor) -> torch.autocast:
+def off(like: Tensor) -> AbstractContextManager[object]:
     """Return a context in which operations keep their dtypes on the device of ``like``."""
-    return torch.autocast(like.device.type, enabled=False)
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if is_autocast_available(kind) else nullcontext()

@@ -71,6 +71,8 @@ def of_one_rank() -> None:
     q = torch.randn(2, 1, 7, 4, generator=torch.Generator().manual_seed(0))
     one = torch.zeros_like(whole)  # one document
     torch.testing.assert_close(ring_attention(q, q, q, documents=one), ring_attention(q, q, q))
+    nowhere = q.to("meta")  # has no autocast
+    assert ring_attention(nowhere, nowhere, nowhere).shape == q.shape
     with pytest.raises(ValueError, match=r"documents: expected .2 or 1, 7.*, found .3, 7."):
         ring_attention(q, q, q, documents=one.new_zeros(3, 7))
 
