@@ -124,7 +124,9 @@ class FreezeSchedule:
 
     def _listen(self) -> None:
         """Sum the squared gradients of the next step, by block."""
-        self._squares = [torch.zeros((), device=default_device()) for _ in self._blocks]
+        self._squares = [
+            torch.zeros((), device=default_device(), dtype=torch.float32) for _ in self._blocks
+        ]
         held = frozen.adapter_of(self._engine, KEY).named
         owner = {
             id(held[name]): n

@@ -76,7 +76,7 @@ def generate(
             stage, asked, tokens, sampling, in_flight=in_flight, picker=picker, tree=nodes,
             figures=figures,
         )  # fmt: skip
-    return [torch.tensor(each, dtype=torch.int64) for each in found]
+    return [torch.tensor(each, dtype=torch.int64, device="cpu") for each in found]
 
 
 def rollout(engine: Any, tokenizer: Any, *, seed: int = 0) -> Any:

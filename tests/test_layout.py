@@ -287,3 +287,26 @@ def test_a_class_has_a_name_of_its_own() -> None:
             known = f"{room_of(path)}: " * name.startswith("_") + name
             defined.setdefault(known, []).append(str(path.relative_to(PACKAGE)))
     assert {name: files for name, files in defined.items() if len(files) > 1} == {}
+
+
+#: torch's functions that make tensors of the default dtype, and on the default device
+OF_A_DTYPE = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
+ON_A_DEVICE = OF_A_DTYPE | {"arange", "full", "randint", "randperm", "tensor"}
+
+
+def test_tensors_do_not_follow_torchs_defaults() -> None:
+    """A script may set its default dtype and device; neither changes sums or moves host memory."""
+    wrong = []
+    for path in sources().values():
+        if room_of(path) == "tools":  # processes of their own
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            name, given = node.func.attr, {keyword.arg for keyword in node.keywords}
+            if ast.unparse(node.func.value) == "torch" and (
+                (name in OF_A_DTYPE and "dtype" not in given)
+                or (name in ON_A_DEVICE and "device" not in given)
+            ):
+                wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not wrong

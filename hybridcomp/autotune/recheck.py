@@ -94,7 +94,9 @@ class StepClock:
         A step that was not timed, as in a resumed run, counts 0. On a GPU it waits for the steps'
         work.
         """
-        mine = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
+        mine = torch.tensor(
+            [self._seconds(s) for s in range(begin, stop)], dtype=torch.float64, device="cpu"
+        )
         seconds: list[float] = small_messages.most(mine.to(device)).tolist()
         return seconds
 

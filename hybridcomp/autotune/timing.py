@@ -144,7 +144,7 @@ def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Deci
     """
     if not nbytes:
         return Decision(True, 0, 0.0, 0.0)
-    work = torch.zeros(WORK_NUMEL, device=device)
+    work = torch.zeros(WORK_NUMEL, device=device, dtype=torch.float32)
 
     def compute() -> None:
         work.add_(1.0)
@@ -172,7 +172,7 @@ def _race(
     ``before``: runs untimed before each variant; by default all ranks wait for each other, so that
     no rank begins a message that another rank failed to prepare.
     """
-    rows = torch.zeros(repeats, len(runs), dtype=torch.float64)
+    rows = torch.zeros(repeats, len(runs), dtype=torch.float64, device="cpu")
     for row in rows:
         for column, run in enumerate(runs):
             (before or small_messages.wait_for_all)()

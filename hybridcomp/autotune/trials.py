@@ -170,7 +170,9 @@ def agree_on(
 
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randn(numel, generator=generator).to(device, dtype)
+    return torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").to(
+        device, dtype
+    )
 
 
 def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[Run, Run]:

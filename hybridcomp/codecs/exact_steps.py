@@ -100,7 +100,7 @@ def typical_steps(values: Tensor, seed: int = 0) -> Tensor:
     device.
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(values.numel(), generator=generator)
+    drawn = torch.rand(values.numel(), generator=generator, dtype=torch.float32, device="cpu")
     moves = (drawn < MOVED / 2).to(_INTEGERS) - (drawn > 1 - MOVED / 2).to(_INTEGERS)
     moved: Tensor = (values.view(_INTEGERS) + moves.to(values.device)).view(values.dtype)
     return moved

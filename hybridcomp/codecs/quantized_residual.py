@@ -160,7 +160,7 @@ class QuantizedResidual:
             if steps:
                 each.fill_(_SMALLEST)
         else:
-            self.pack(torch.zeros(self.numel(), device=self.device))
+            self.pack(torch.zeros(self.numel(), device=self.device, dtype=torch.float32))
 
     def mul_(self, factor: float) -> None:
         """Multiply the whole residual, not only the view, by a positive ``factor``.

@@ -203,7 +203,7 @@ class StepCode:
         head = bytearray(HEADER)
         head[:8] = _START + bytes((DTYPE_CODES[values.dtype], _NO_REFERENCE, 0))
         head[8:16] = values.numel().to_bytes(8, "little")
-        out[:HEADER] = torch.tensor(list(head), dtype=torch.uint8)
+        out[:HEADER] = torch.tensor(list(head), dtype=torch.uint8, device="cpu")
         return HEADER + used
 
     def _decode_plain(self, payload: Tensor, out: Tensor) -> None:

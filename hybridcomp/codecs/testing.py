@@ -48,8 +48,8 @@ def messages(device: torch.device = CPU) -> Iterator[tuple[str, Tensor]]:
 
 
 def _made(kind: str, numel: int, generator: torch.Generator) -> Tensor:
-    values = torch.randn(numel, generator=generator)
-    chosen = torch.rand(numel, generator=generator)
+    values = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
+    chosen = torch.rand(numel, generator=generator, dtype=torch.float32, device="cpu")
     if kind == "zeros":
         return values.zero_()
     if kind == "sparse":
@@ -175,7 +175,7 @@ def _check_tail(codec: Codec, values: Tensor, payload: Tensor) -> None:
 
 
 def _check_sum(codec: Codec, values: Tensor, payload: Tensor) -> None:
-    start = torch.linspace(-1, 1, values.numel(), device=values.device)
+    start = torch.linspace(-1, 1, values.numel(), device=values.device, dtype=torch.float32)
     total = start.clone()
     codec.decode_add(payload, total, values.dtype)
     dtype = values.dtype if codec.lossless else torch.float32
@@ -186,7 +186,7 @@ def _check_sum(codec: Codec, values: Tensor, payload: Tensor) -> None:
 
 def check_refusals(codec: Codec, device: torch.device = CPU) -> None:
     """Check that tensors that cannot be encoded or decoded raise a CodecError."""
-    values, room = torch.ones(100, device=device), _bytes(4096, device)
+    values, room = torch.ones(100, device=device, dtype=torch.float32), _bytes(4096, device)
     payload = room[: codec.encode(values, room)]
     wrong = torch.ones(100, dtype=torch.float64, device=device)
     narrow = torch.ones(100, dtype=torch.bfloat16, device=device)

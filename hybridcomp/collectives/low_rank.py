@@ -113,14 +113,14 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
     check_residual("residual", residual, values.numel())
     rest = factoring.between(values.numel())
     # 1
-    with meter.coding():
+    with meter.coding(), _own_dtypes(residual):
         total = residual.add_(values)
         sent_sq = squares(total) if factoring.measure else None
         # 2
         lefts, first = _left_factors(total, factoring, rest)
     yield transport.all_reduce(first, how.group, meter)
     # 3
-    with meter.coding():
+    with meter.coding(), _own_dtypes(residual):
         *lefts_flat, outside = _split(first, [left.numel() for left in lefts])
         summed = [f.view(left.shape) for f, left in zip(lefts_flat, lefts, strict=True)]
         bases = [_orthonormal(left) for left in summed]
@@ -133,7 +133,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
     if matrices:
         yield transport.all_reduce(second, how.group, meter)
     # 4
-    with meter.coding():
+    with meter.coding(), _own_dtypes(residual):
         *flat, _ = _split(second, [right.numel() for right in rights])
         summed = [f.view(right.shape) for f, right in zip(flat, rights, strict=True)]
         result = torch.empty_like(residual)
@@ -190,7 +190,10 @@ def _warm_start(warm: WarmStarts, matrix: Matrix, rank: int, device: torch.devic
     if found is None or found.shape != (matrix.columns, rank):
         seed = int.from_bytes(hashlib.sha256(matrix.key.encode()).digest()[:7], "little")
         generator = torch.Generator().manual_seed(seed)
-        found = _orthonormal(torch.randn(matrix.columns, rank, generator=generator))
+        normal = torch.randn(
+            matrix.columns, rank, generator=generator, dtype=torch.float32, device="cpu"
+        )
+        found = _orthonormal(normal)
     warm[matrix.key] = found.to(device)
     return warm[matrix.key]
 
@@ -203,6 +206,11 @@ def _orthonormal(columns: Tensor) -> Tensor:
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.contiguous()
+
+
+def _own_dtypes(like: Tensor) -> torch.autocast:
+    """Return a context in which products are fp32, also if autocast is on: in a backward pass."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def _split(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:

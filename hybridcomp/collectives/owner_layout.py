@@ -84,7 +84,7 @@ def lay_out(
         return gives, stretches, None
     unit = gcd(*sizes)
     rows = [
-        torch.arange(place[number] // unit, (place[number] + sizes[number]) // unit)
+        torch.arange(place[number] // unit, (place[number] + sizes[number]) // unit, device="cpu")
         for row in message
         for number in row
     ]

@@ -140,7 +140,7 @@ def _to_owners(mine: TouchedRows, ids: Sequence[Tensor], via: Transfer) -> list[
 
 def _added(union: Tensor, ids: Sequence[Tensor], parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the fp32 sums of the rows ``union``; ``parts[r]``: rank r's values of its ``ids``."""
-    total = torch.zeros((len(union), like.shape[1]), device=like.device)
+    total = torch.zeros((len(union), like.shape[1]), device=like.device, dtype=torch.float32)
     for numbers, part in zip(ids, parts, strict=True):
         total.index_add_(0, torch.searchsorted(union, numbers).to(like.device), part.float())
     return total

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config.codec_settings import CodecSettings, Positive, build_codec, codec_field
+from hybridcomp.config.error_messages import problem
 
 #: codec used unless one is written
 STEPS = "stepcode"
@@ -31,7 +32,10 @@ class GatheredConfig(CodecSettings):
 
     @model_validator(mode="after")
     def _can_act(self) -> GatheredConfig:
-        self.codec_of()
+        codec = self.codec_of()
+        if "keep" in self.model_fields_set and (codec is None or not codec.references):
+            todo = f"only {STEPS} keeps the weights of the last gather; remove it"
+            raise problem("keep", self.keep, todo)
         return self
 
     def agreed(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hybridcomp.codecs.registry import without_misfits
+from hybridcomp.codecs.registry import AUTO, without_misfits
 from hybridcomp.config import other_names
 from hybridcomp.config.error_messages import near_key, problem
 from hybridcomp.config.planned import PLANNED, Planned
@@ -100,7 +100,7 @@ def overridden(preset: Any, written: Any) -> Any:
     """Merge the user's settings into a preset's key; a bound without codec selects codec auto.
 
     Settings of the preset that conflict with the user's are dropped, such as levels that need
-    4 bits if the user wrote ``"bits": 5``.
+    4 bits if the user wrote ``"bits": 5``, and those that every direction of the user replaces.
     """
     if not isinstance(written, Mapping) or not isinstance(preset, Mapping):
         return written
@@ -108,7 +108,19 @@ def overridden(preset: Any, written: Any) -> Any:
         return written
     if written.get("secondary", "native") != "native":
         return written  # implies its codec
-    ways = [written.get(way) for way in DIRECTIONS]
-    if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
-        return written
-    return without_misfits({**preset, **written}, written)
+    ways: dict[str, Any] = {way: _with_codec(written[way]) for way in DIRECTIONS if way in written}
+    used = {key: value for key, value in preset.items()
+            if not all(_names(ways.get(way), key) for way in DIRECTIONS)}  # fmt: skip
+    return without_misfits({**used, **written, **ways}, written)
+
+
+def _with_codec(way: Any) -> Any:
+    """Write out the codec of a direction that names a bound, which replaces the preset's codec."""
+    bound = isinstance(way, Mapping) and way.get("error_bound") is not None
+    return {**way, "codec": AUTO} if bound and way.get("codec") is None else way
+
+
+def _names(way: Any, key: str) -> bool:
+    """Return whether a direction names its codec or ``key``."""
+    names = {"codec": way} if isinstance(way, str) else way if isinstance(way, Mapping) else {}
+    return names.get("codec") is not None or names.get(key) is not None

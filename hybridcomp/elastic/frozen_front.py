@@ -259,7 +259,7 @@ def _together(anew: bool, starts: list[int], depth: int) -> tuple[bool, list[int
     start at different blocks, every sample without a cached output of ``depth`` blocks starts at
     block 0; a rank without such samples gets None, if another rank has some. A collective.
     """
-    flags = torch.zeros(depth + 1, device=default_device())
+    flags = torch.zeros(depth + 1, device=default_device(), dtype=torch.float32)
     flags[[start for start in starts if start < depth]] = 1
     flags[depth] = float(anew)
     *counts, changed = small_messages.total(flags).tolist()

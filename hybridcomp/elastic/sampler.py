@@ -137,10 +137,10 @@ class ElasticSampler(Sampler[int]):
     def _order(self, epoch: int) -> Tensor:
         """Return the order of an epoch, int64, equal on all ranks."""
         if not self.shuffle:
-            return torch.arange(self.length)
+            return torch.arange(self.length, device="cpu")
         digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        return torch.randperm(self.length, generator=generator)
+        return torch.randperm(self.length, generator=generator, device="cpu")
 
     def _checksum(self, epoch: int) -> int:
         return zlib.crc32(str(self._order(epoch)[:CHECKED].tolist()).encode())

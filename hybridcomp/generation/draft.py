@@ -186,7 +186,7 @@ def block_mask(length: int, gamma: int, first: int) -> Tensor:
     As in drafting, a token sees the target's tokens up to the end of the previous block. Blocks
     have ``gamma`` tokens; the first block has ``first`` tokens and a causal mask inside.
     """
-    at = torch.arange(length)
+    at = torch.arange(length, device="cpu")
     block = (at - first).div(gamma, rounding_mode="floor") + 1
     seen = block[:, None] > block[None, :]
     seen[:first] = at[:first, None] >= at[None, :]

@@ -133,7 +133,7 @@ class DraftTeacher:
         done = self._seen / self._learned
         warm = (self._seen + len(tokens)) / (WARM_UP * len(tokens))
         share = min(warm, 0.5 * (1 + math.cos(math.pi * min(done, 1.0))) + 0.02)
-        first = int(torch.randint(1, settings.gamma + 1, (), generator=self._random))
+        first = int(torch.randint(1, settings.gamma + 1, (), generator=self._random, device="cpu"))
         seen = block_mask(length, settings.gamma, first).to(self._device)
         for kind, module in self.modules.items():
             optimizer = self._optimizers[kind]

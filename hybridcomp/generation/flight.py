@@ -169,7 +169,9 @@ class Flight:
         """Send hidden states to the next stage, or picked tokens to the first stage."""
         if self._runner.is_last:
             picked = [asdict(choice) for choice in picker(passed, values)]
-            self._outgoing.send(HopFrame({"picked": picked}, torch.empty(0, dtype=torch.uint8)))
+            self._outgoing.send(
+                HopFrame({"picked": picked}, torch.empty(0, dtype=torch.uint8, device="cpu"))
+            )
             return
         payload, posted = self._hops.packed(values, (self._me, self._after))
         self._outgoing.send(HopFrame(passed.as_json(), payload))

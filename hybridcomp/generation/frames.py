@@ -64,7 +64,9 @@ class HopFrame:
 
 
 #: final frames of a link: after the last pass, and after a failure
-END, FAILED = (HopFrame(said, torch.empty(0, dtype=torch.uint8)) for said in (None, False))
+END, FAILED = (
+    HopFrame(said, torch.empty(0, dtype=torch.uint8, device="cpu")) for said in (None, False)
+)
 
 
 class Outgoing:
@@ -116,7 +118,7 @@ class Incoming:
         self._found: queue.SimpleQueue[HopFrame | Exception] = queue.SimpleQueue()
         while self._left:
             self._left.pop().join(ENDS_S)
-        rooms = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(ahead)]
+        rooms = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(ahead)]
         self._posted = deque((self._post(room), room) for room in rooms)
         self._thread = threading.Thread(target=self._read, daemon=True, name="hybridcomp frames")
         self._thread.start()

@@ -224,7 +224,9 @@ def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:
     width, dtype = stated[0], getattr(torch, stated[1])
     last = width if runner.is_first else 0
     if not runner.is_first:
-        values = torch.randn(1, 3, width, generator=generator).to(device, dtype)
+        values = torch.randn(
+            1, 3, width, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(device, dtype)
         last = runner.tried(values).shape[-1]
         if last != width and not runner.is_last:
             widths = Shown(f"hidden states of width {last} after others of {width}")

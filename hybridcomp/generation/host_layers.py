@@ -49,7 +49,9 @@ class _Weight:
         """Copy the values to the host and encode them there, without device memory."""
         values, codec = self.home.cpu().view(-1), ExpCode()
         if codec.takes(values.dtype):
-            out = torch.empty(codec.wire_nbytes(len(values), values.dtype), dtype=torch.uint8)
+            out = torch.empty(
+                codec.wire_nbytes(len(values), values.dtype), dtype=torch.uint8, device="cpu"
+            )
             self.payload, self.codec = out[: codec.encode(values, out)].clone(), codec
         else:
             self.payload = values.view(torch.uint8).clone()

@@ -238,7 +238,7 @@ def _mask(start: int, part: SequencePart, device: torch.device) -> Tensor | None
     count = len(part.tokens)
     if part.parents is None and (count == 1 or start == 0):
         return None
-    own = torch.eye(count, dtype=torch.bool)
+    own = torch.eye(count, dtype=torch.bool, device="cpu")
     if part.parents is None:
         own = own.new_ones(count, count).tril()
     for index, parent in enumerate(part.parents or ()):

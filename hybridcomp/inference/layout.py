@@ -75,7 +75,9 @@ class Block:
     def some(self) -> tuple[Tensor, Tensor]:
         """Return a few values' offsets in the tensor and in the storage, with first and last."""
         numel = torch.Size(self.sizes).numel()
-        flat = torch.linspace(0, numel - 1, min(SAMPLES, numel), dtype=torch.float64).long()
+        flat = torch.linspace(
+            0, numel - 1, min(SAMPLES, numel), dtype=torch.float64, device="cpu"
+        ).long()
         positions = list(torch.unravel_index(flat, self.sizes)) if self.sizes else []
         return self.source.of(flat, positions), self.target.of(flat, positions)
 

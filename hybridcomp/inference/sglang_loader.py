@@ -46,7 +46,14 @@ class Announcement:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return the message in the form that ``update_weights_from_tensor`` takes."""
-        return [(MESSAGE, torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8))]
+        return [
+            (
+                MESSAGE,
+                torch.tensor(
+                    list(json.dumps(asdict(self)).encode()), dtype=torch.uint8, device="cpu"
+                ),
+            )
+        ]
 
 
 def update(

@@ -101,7 +101,12 @@ def cut_off(group: ProcessGroup) -> None:
         is_gloo = "gloo" in dist.get_backend_config(group)
     for other in others if is_gloo else ():
         with contextlib.suppress(RuntimeError, AttributeError, dist.DistError):
-            work = dist.irecv(torch.empty(1), other, group=group, tag=TAG_OF_NONE)
+            work = dist.irecv(
+                torch.empty(1, dtype=torch.float32, device="cpu"),
+                other,
+                group=group,
+                tag=TAG_OF_NONE,
+            )
             assert work is not None, "this rank is in the group"
             work.wait(timedelta(milliseconds=1))
     with contextlib.suppress(RuntimeError, AttributeError, dist.DistError):

@@ -47,7 +47,7 @@ class LateRead:
             self._copy, self._event = value.detach().clone(), None
             return
         with torch.cuda.device(value.device):
-            self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
             self._copy.copy_(value, non_blocking=True)
             make_event: Any = torch.cuda.Event  # untyped in torch
             self._event = make_event()

@@ -139,7 +139,7 @@ class StretchTable:
 
 def _room(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return int64 host memory from which ``device`` can copy without the host waiting."""
-    return torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
 
 
 _NOTHING = bytes(8 * ROW_WORDS * NEAR)

@@ -77,4 +77,4 @@ def compare(values: Tensor, old: Tensor, mask: Tensor | None = None) -> tuple[in
 
 def empty_mask(numel: int) -> Tensor:
     """Return room for one bit per value of ``numel`` values: 1-D int32."""
-    return torch.empty(-(-numel // MASKED), dtype=torch.int32)
+    return torch.empty(-(-numel // MASKED), dtype=torch.int32, device="cpu")

@@ -75,7 +75,7 @@ class PartEncoder:
         self.raw = False
         self.shards = [Shard(one, weights.table[one.stretch.name][1]) for one in weights.owned]
         # as large as the largest piece, once one is written
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._event: torch.cuda.Event | None = None  # recorded after the copies from a device
         self._maker: threading.Thread | None = None  # makes room for the first snapshot
         self._is_due = False  # whether to stop making room: the snapshot begins or is not needed
@@ -142,7 +142,9 @@ class PartEncoder:
         told, entries = PartSummary(), list[PieceEntry]()
         if not len(self._room):
             largest = max((min(self.bucket, one.stretch.numel) for one in self.shards), default=0)
-            room = torch.empty(CODEC.wire_nbytes(largest, torch.bfloat16), dtype=torch.uint8)
+            room = torch.empty(
+                CODEC.wire_nbytes(largest, torch.bfloat16), dtype=torch.uint8, device="cpu"
+            )
             self._room = room
 
         def put(data: memoryview) -> None:
@@ -155,7 +157,7 @@ class PartEncoder:
         for shard in self.shards:
             assert full or shard.reference is not None, "only a full version needs no reference"
             if shard.reference is None and not beside:
-                shard.reference = torch.empty(shard.stretch.numel, dtype=shard.dtype)
+                shard.reference = torch.empty(shard.stretch.numel, dtype=shard.dtype, device="cpu")
             digests: list[str] = []
             for number, (low, high) in enumerate(shard.pieces(self.bucket)):
                 before = "" if full else shard.digests[number]
@@ -250,7 +252,7 @@ class PartEncoder:
         """Copy the current weights as reference; return the checksum of each piece."""
         found = {}
         for shard in self.shards:
-            reference = torch.empty(shard.stretch.numel, dtype=shard.dtype)
+            reference = torch.empty(shard.stretch.numel, dtype=shard.dtype, device="cpu")
             shard.digests = []
             for low, high in shard.pieces(self.bucket):
                 reference[low:high].copy_(shard.values(low, high))

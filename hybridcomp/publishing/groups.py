@@ -132,7 +132,7 @@ class _Heard:
     def _behind(self, nbytes: int) -> Tensor:
         """Return scratch memory for a broadcast that is only partly needed."""
         if nbytes > len(self._spare):
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._spare[:nbytes]
 
     def _receive(self, into: Tensor) -> Tensor:
@@ -180,7 +180,9 @@ class GroupSource(StreamSource):
         self._group, self._weights = group, weights
         self._next = Greeting(needs_full=True)
         # allocated at the beginning: a member without memory for a broadcast would block all others
-        self._spare, self._heard = (torch.empty(CHUNK, dtype=torch.uint8) for _ in range(2))
+        self._spare, self._heard = (
+            torch.empty(CHUNK, dtype=torch.uint8, device="cpu") for _ in range(2)
+        )
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the sender's next version; nothing if the sender gave it up."""

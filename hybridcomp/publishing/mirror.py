@@ -50,7 +50,7 @@ class Change:
 
     def offsets(self) -> Tensor:
         """Return the flat offsets of the changed values in the parameter, as int64."""
-        local = torch.empty(self.changed, dtype=torch.int64)
+        local = torch.empty(self.changed, dtype=torch.int64, device="cpu")
         change_kernels().places(self.mask.data_ptr(), self.stretch.numel, local.data_ptr())
         return self.stretch.offsets(local)
 
@@ -82,7 +82,7 @@ class Mirror:
         counts = {name: math.prod(shape) for name, (shape, _) in table.items()}
         try:
             flats = {
-                name: torch.full((count,), math.nan, dtype=PATTERNS[table[name][1]])
+                name: torch.full((count,), math.nan, dtype=PATTERNS[table[name][1]], device="cpu")
                 for name, count in counts.items()
             }
         except (MemoryError, OverflowError, RuntimeError):  # torch's errors for missing memory
@@ -212,6 +212,6 @@ def _change(manifest: Manifest, piece: PieceEntry, values: Tensor, held: Tensor)
         return None
     if changed * DENSE > values.numel():
         return Change(piece.stretch, values, mask, changed)
-    picked = torch.empty(changed, dtype=values.dtype)
+    picked = torch.empty(changed, dtype=values.dtype, device="cpu")
     change_kernels().pick(values.data_ptr(), mask.data_ptr(), values.numel(), picked.data_ptr())
     return Change(piece.stretch, picked, mask, changed)

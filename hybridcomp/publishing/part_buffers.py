@@ -48,7 +48,7 @@ class FileBytes:
 
     def at(self, offset: int, nbytes: int) -> Tensor:
         """Return bytes as uint8 on the host, aligned. Raises ValueError if there are fewer."""
-        room = torch.empty(nbytes, dtype=torch.uint8)
+        room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._file.seek(offset)
         need(self._file.readinto(bytes_of(room)) == nbytes, "the size of its payload")
         return room
@@ -93,7 +93,7 @@ class Spool:
             pieces.append(piece)
             offset, nbytes, number = offset + len(piece), nbytes - len(piece), number + 1
         if len(pieces) != 1:
-            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device="cpu")
         return pieces[0] if pieces[0].data_ptr() % ALIGN == 0 else pieces[0].clone()
 
     def _piece(self, number: int, low: int, most: int) -> Tensor:

@@ -223,10 +223,14 @@ class WeightReceiver:
             raise PublishError(f"version {self.version}: {one_line(name)} is not published; {todo}")
         flat = self._mirror.flats[name]
         if self._last.is_new:
-            where = torch.arange(flat.numel())
+            where = torch.arange(flat.numel(), device="cpu")
         else:
             rows = [one.offsets() for one in self._last.changes.get(name, ())]
-            where = torch.unique(torch.cat(rows)) if rows else torch.empty(0, dtype=torch.int64)
+            where = (
+                torch.unique(torch.cat(rows))
+                if rows
+                else torch.empty(0, dtype=torch.int64, device="cpu")
+            )
         kind = self._mirror.table[name][1]
         if kind == FP32:
             where = torch.unique(where // 2)
@@ -249,7 +253,10 @@ class WeightReceiver:
             if known is None:
                 raise PublishError(f"{at} is in the engine and not published; leave it out")
             shape, dtype = known
-            if tensor.dtype != unpacked(torch.empty(0, 2, dtype=PATTERNS[dtype]), dtype).dtype:
+            if (
+                tensor.dtype
+                != unpacked(torch.empty(0, 2, dtype=PATTERNS[dtype], device="cpu"), dtype).dtype
+            ):
                 raise PublishError(
                     f"{at}: expected {dtype}, found {tensor.dtype} in the engine; load the engine "
                     "with 16-bit weights, or quantize again what changed_values returns"

@@ -75,7 +75,9 @@ class Shard:
         self.is_on_host = place.type == "cpu"
         if self.snapshot is None:
             is_pinned = place.type == "cuda"
-            self.snapshot = torch.empty(self.stretch.numel, dtype=self.dtype, pin_memory=is_pinned)
+            self.snapshot = torch.empty(
+                self.stretch.numel, dtype=self.dtype, pin_memory=is_pinned, device="cpu"
+            )
         for low, high in () if self.is_on_host else self.pieces(bucket):
             is_ordered = place.type == "cuda"
             self.snapshot[low:high].copy_(self._now(low, high), non_blocking=is_ordered)
@@ -88,7 +90,7 @@ class Shard:
         method stops soon after ``is_ended`` returns True; the remaining pages stay new.
         """
         if self.snapshot is None and self.is_on_host:
-            self.snapshot = torch.empty(self.stretch.numel, dtype=self.dtype)
+            self.snapshot = torch.empty(self.stretch.numel, dtype=self.dtype, device="cpu")
             for low in range(0, len(self.snapshot), TOUCHED):
                 if is_ended():
                     break

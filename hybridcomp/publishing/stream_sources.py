@@ -52,7 +52,7 @@ class StreamSource(Source):
         self._most, self._todo = 0, ""  # most bytes that it can have, and advice if it has more
         self._lost: str | None = None  # why the version is not kept
         # buffer for reading a lost version to its end; uses no memory until it is written
-        self._spare = torch.empty(CHUNK, dtype=torch.uint8)
+        self._spare = torch.empty(CHUNK, dtype=torch.uint8, device="cpu")
         self._has_asked = False
         self._may_be_full = True  # whether the last version may have been a full one
         # whether a complete frame has arrived, so that anything else is a damaged frame
@@ -143,7 +143,7 @@ class StreamSource(Source):
         """Return memory for bytes of a part; mark the version as lost if the host has none."""
         if self._lost is None:
             try:
-                return torch.empty(nbytes, dtype=torch.uint8)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             except (MemoryError, RuntimeError):  # torch's errors for missing memory
                 self._lost = NO_MEMORY
         return self._spare[:nbytes]

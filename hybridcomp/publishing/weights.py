@@ -269,7 +269,7 @@ def _leave_none(parts: Sequence[WeightRange], numel: int) -> bool:
         some = sorted(part for part in parts if part.numel)
         ends = [0, *(one.end for one in some)]
         return [*(one.start for one in some), numel] == ends
-    seen = torch.zeros(numel, dtype=torch.bool)
+    seen = torch.zeros(numel, dtype=torch.bool, device="cpu")
     for part in parts:
         part.of(seen).fill_(True)
     return bool(seen.all())

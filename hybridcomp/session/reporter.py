@@ -84,7 +84,9 @@ class Reporter:
         ledger.drain(wait=True)
         self._channels.late_samples.read()
         residual = self._channels.residuals.norm() ** 2
-        vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
+        vector = torch.cat(
+            [ledger.vector(), torch.tensor([residual], dtype=torch.float64, device="cpu")]
+        )
         used = ledger.used
         ledger.restart()
         vector = small_messages.total(vector.to(self._device)).cpu()

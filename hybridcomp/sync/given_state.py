@@ -53,7 +53,7 @@ def take_state(state: Mapping[str, Any], progress: Progress, write: Callable[...
     under_way = []
     for index, due in state["meetings"]:
         fragments[index].listen()
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         under_way.append(Meeting(index, due, nothing, arrived))
     for index, fragment in enumerate(fragments):
         write(index, fragment.start)

@@ -90,7 +90,9 @@ class Masters:
 
     def read(self, low: int, high: int, numel: int | None = None) -> Tensor:
         """Return a copy of elements ``low`` to ``high``, zero-padded to ``numel``."""
-        first = self.tensors()[0] if self.pieces else torch.empty(0)
+        first = (
+            self.tensors()[0] if self.pieces else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         size = high - low if numel is None else numel
         found = torch.zeros(size, dtype=self.dtype, device=first.device)
         for tensor, start, stop, at in self._overlaps(low, high):

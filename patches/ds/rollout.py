@@ -56,11 +56,13 @@ class StagesRollout(RolloutEngine):  # type: ignore[misc]
             answers = answer(stage, prompts, tokens, how, tokenizer=len(self.tokenizer))
         ids = request.prompt_ids.repeat_interleave(count, 0)
         masks = request.prompt_attention_mask.repeat_interleave(count, 0)
-        new = torch.full((len(ids), tokens), pad, dtype=ids.dtype)
-        told = torch.zeros(len(ids), tokens, dtype=masks.dtype)
+        new = torch.full((len(ids), tokens), pad, dtype=ids.dtype, device="cpu")
+        told = torch.zeros(len(ids), tokens, dtype=masks.dtype, device="cpu")
         for row, mask, found in zip(new, told, answers, strict=True):
-            row[: len(found)] = torch.tensor(found, dtype=ids.dtype)
-            mask[: len(found)] = torch.tensor([token != pad or token in eos for token in found])
+            row[: len(found)] = torch.tensor(found, dtype=ids.dtype, device="cpu")
+            mask[: len(found)] = torch.tensor(
+                [token != pad or token in eos for token in found], device="cpu"
+            )
         start = torch.full((len(ids),), ids.shape[1], dtype=torch.int64, device=ids.device)
         both = [torch.cat([old, end.to(ids.device)], 1) for old, end in ((ids, new), (masks, told))]
         return RolloutBatch(both[0], both[1].long(), start)

@@ -54,6 +54,9 @@ REPLICATE = (
 
 def attach(model: Module, source: Source | None = None) -> Attached | None:
     """Implement ``hybridcomp.attach``."""
+    if not isinstance(model, Module):
+        todo = "attach takes one model, under fully_shard or DistributedDataParallel"
+        raise ConfigError(BLOCK, Shown(type(model).__name__), todo)
     model = unwrapped(model)
     known: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
     if known is not _UNSEEN and (source is None or known is not None):

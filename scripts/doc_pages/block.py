@@ -21,7 +21,7 @@ file, into [a separate file](engines/megatron.md). A setting without effect is a
 A dimension is an object, or the bare name of a codec: `"zero": "mpc"` is short for
 `"zero": {{"codec": "mpc"}}`. Beside a `preset`, a dimension with a codec (or an `error_bound`)
 replaces the preset's; without them it changes only the settings that it names. The same holds for
-`forward` and `backward` inside a dimension.
+`forward` and `backward` inside a dimension; there a bound keeps a codec that the block names.
 """
 #: sections after the block's top-level keys: title, schema model, text above the table
 PARTS = (

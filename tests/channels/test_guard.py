@@ -31,6 +31,8 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
         ((0.0, 1.0, 101.0), "residual"),
         ((math.inf, 1.0, 0.0), "error"),  # finite values decoded to Inf or NaN
         ((0.0, 1.0, math.nan), "residual"),
+        ((0.26e-50, 1e-50, 0.0), "error"),  # squares beyond the range of fp32
+        ((0.24e50, 1e50, 0.0), None),
         ((9.0, 0.0, 9.0), None),  # no values: nothing was sampled, or a step without gradients
     ],
 )

@@ -152,6 +152,22 @@ def test_nan_reaches_its_matrix_on_every_rank_and_is_gone_the_next_step(
         assert found[2][0].isfinite().all()
 
 
+def _surrounded() -> list[bool]:
+    """Return whether sums under autocast have the same bits."""
+    plain = _run("any", 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = _run("any", 2)
+    return [
+        torch.equal(one, two)
+        for before, after in zip(plain, cast, strict=True)
+        for one, two in zip(before[:2], after[:2], strict=True)
+    ]
+
+
+def test_a_backward_pass_under_autocast_changes_no_bit(on_ranks: RunRanks) -> None:
+    assert all(all(found) for found in on_ranks(RANKS, _surrounded))
+
+
 PIECES = (
     Piece("v", 0, 5),
     Piece("a", 0, 240),

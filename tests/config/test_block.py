@@ -49,6 +49,7 @@ BROKEN: list[tuple[Any, ...]] = [
     ({"dp": {"codec": "blockint", "error_bound": 0.1, "segment": 512}}, "dp.segment",
      "multiple of 1024 for blockint"),
     ({"dp": {"error_bound": 0.01, "bits": 8}}, "dp.bits", "means auto"),
+    ({"gathered": {**BLOCKINT, "keep": "host"}}, "gathered.keep", "only stepcode keeps"),
     ({"dp": {"codec": "zfp", "error_bound": 0.1, "error_bound_mode": "abs"}}, "dp.error_bound_mode",
      "must be rel for zfp", "radix keeps absolute"),
     ({"dp": {"codec": "blockint", "error_bound": 0.005}}, "dp.error_bound",

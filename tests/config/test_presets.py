@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.codecs import BlockInt, Codec, Mpc, Zfp
+from hybridcomp.codecs import BlockInt, Bounded, Codec, Mpc, Zfp
 from hybridcomp.config import describe, load_config
 from hybridcomp.config.presets import overridden
 from hybridcomp.dimensions import ROWS
@@ -32,6 +32,20 @@ def test_preset_with_overrides() -> None:
     assert (way["pp", "forward"], way["pp", "backward"]) == (BlockInt(8), BlockInt(4))
     both = parse({"preset": "recommended", "pp": {"forward": "mpc", "backward": "bf16"}})
     assert both.policy().codecs["pp", "forward"] == Mpc()
+
+
+@pytest.mark.parametrize(
+    ("ways", "codecs"),
+    [
+        ({"forward": {"bits": 4}, "backward": {"bits": 6}}, (BlockInt(4), BlockInt(6))),
+        ({"forward": "none", "backward": {"bits": 4}}, (None, BlockInt(4))),
+        ({"forward": {"error_bound": 0.1}}, (Bounded(0.1), BlockInt(8))),
+    ],
+)
+def test_directions_replace_what_they_name(ways: Any, codecs: tuple[Codec | None, ...]) -> None:
+    """The preset's bits are then used nowhere, which is no mistake of the user."""
+    found = parse({"preset": "recommended", "tp": ways}).policy().codecs
+    assert (found["tp", "forward"], found["tp", "backward"]) == codecs
 
 
 def test_an_override_drops_levels_of_the_preset_that_do_not_go_with_it() -> None:

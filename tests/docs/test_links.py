@@ -42,6 +42,21 @@ def test_paths_in_words_exist(page: Path) -> None:
             assert list(SCRIPTS.rglob(name)) or in_a_named_commit(page, name), name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_that_pages_name_exist(page: Path) -> None:
+    for name in set(re.findall(r"\bhybridcomp(?:\.[A-Za-z_]\w*)+", text_of(page))):
+        if name == "hybridcomp.kernels._cpu.trim":  # the reader's
+            continue
+        folder, rest = ROOT, name.split(".")
+        while rest and (folder / rest[0]).is_dir():
+            folder /= rest.pop(0)
+        if rest and (folder / f"{rest[0]}.py").exists():
+            module = folder / f"{rest.pop(0)}.py"
+        else:
+            module = folder / "__init__.py"
+        assert not rest or re.search(rf"\b{rest[0]}\b", text_of(module)), f"{name} is not there"
+
+
 def test_paths_in_commands_exist() -> None:
     for fence, line in commands():
         for path in re.findall(r"(?:^|[\s=])((?:scripts|configs)/[\w./-]+)", line):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.nn import huggingface
+from hybridcomp.nn import huggingface, ring_attention
 from hybridcomp.nn.context.layout import (
     LAYOUTS,
     Layout,
@@ -60,6 +60,25 @@ def test_zigzag_is_balanced() -> None:
             rows, keys = (len(range(length)[s]) for s in (what.queries, what.keys))
             scores.add(rows * keys)
         assert scores == {length * length // 2}
+
+
+def of_one_rank() -> None:
+    whole = torch.arange(14).view(2, 7)
+    for layout in LAYOUTS:
+        mine = shard(whole, layout=layout)
+        assert torch.equal(mine, whole)
+        assert torch.equal(gather(mine, layout=layout), whole)
+    q = torch.randn(2, 1, 7, 4, generator=torch.Generator().manual_seed(0))
+    one = torch.zeros_like(whole)  # one document
+    torch.testing.assert_close(ring_attention(q, q, q, documents=one), ring_attention(q, q, q))
+    nowhere = q.to("meta")  # has no autocast
+    assert ring_attention(nowhere, nowhere, nowhere).shape == q.shape
+    with pytest.raises(ValueError, match=r"documents: expected .2 or 1, 7.*, found .3, 7."):
+        ring_attention(q, q, q, documents=one.new_zeros(3, 7))
+
+
+def test_one_rank_takes_every_length(on_ranks: RunRanks) -> None:
+    on_ranks(1, of_one_rank)
 
 
 def round_trip() -> None:

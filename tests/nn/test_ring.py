@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
@@ -16,7 +17,7 @@ from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.headers import HEADER_NBYTES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
-from hybridcomp.nn import RingAttention, gather, ring_attention, shard
+from hybridcomp.nn import RingAttention, gather, ring_attention, shard, tp2d
 from hybridcomp.session import process
 from tests.nn.dense import Case, attention, inputs, whole
 from tests.ranks import RunRanks
@@ -210,6 +211,42 @@ def module() -> float:
 
 def test_module_and_recomputation(on_ranks: RunRanks) -> None:
     assert max(on_ranks(2, module)) <= 1e-6
+
+
+def copied() -> None:
+    """Average the weights of a model that has groups."""
+    group, mesh = dist.new_group([0, 1]), tp2d.Mesh(1)
+    for layer in (RingAttention(group, order="bshd"), tp2d.Linear(mesh, nn.Linear(4, 4))):
+        copy = AveragedModel(layer).module
+        given = [torch.ones(1, 2, 2, 4)] * (3 if isinstance(layer, RingAttention) else 1)
+        assert torch.equal(copy(*given), layer(*given)) and copy is not layer
+
+
+def test_models_can_be_copied(on_ranks: RunRanks) -> None:
+    on_ranks(2, copied)
+
+
+def under_autocast() -> None:
+    """Give fp32 values under autocast; they become bf16, and so do mixed ones."""
+    with_block(None)
+    for case in (Case(), Case(documents=((10, 20, 5), (48,)))):
+        q, k, v, grad = (shard(t.float(), dim=2) for t in inputs(case))
+        found = []
+        for cast in (False, True):
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            given = [t.bfloat16() for t in leaves]
+            query, key = leaves[:2] if cast else given[:2]
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                out = ring_attention(query, key, given[2], documents=case.numbers())
+                out.backward(grad.bfloat16())  # type: ignore[no-untyped-call]
+            assert out.dtype == torch.bfloat16
+            found.append([out, *(leaf.grad for leaf in leaves)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_autocast_is_that_of_torchs_attention(on_ranks: RunRanks, ranks: int) -> None:
+    on_ranks(ranks, under_autocast)
 
 
 def nothing() -> None:

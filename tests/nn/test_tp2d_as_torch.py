@@ -82,6 +82,9 @@ def refused() -> None:
     for norm, cut in ((nn.LayerNorm, tp2d.LayerNorm), (nn.RMSNorm, tp2d.RMSNorm)):
         with pytest.raises(ConfigError, match=rf"found {norm.__name__}.\[4, 8\].; only the last"):
             cut(mesh, norm((4, 8), elementwise_affine=False))
+    for kinds in ({"parts": 2, "vocabulary": 8}, {"parts": 0}):
+        with pytest.raises(ConfigError, match="parts"):
+            tp2d.Linear(mesh, nn.Linear(8, 8, bias=False), **kinds)
     layer = tp2d.Embedding(mesh, nn.Embedding(9, 8))
     for token in (9, 50, -1):  # 9: in the padded row
         tokens = torch.zeros(4, 3, dtype=torch.int64)
@@ -113,3 +116,19 @@ def odd_labels() -> None:
 
 def test_a_label_beyond_the_vocabulary_is_told_on_all_ranks(on_ranks: RunRanks) -> None:
     on_ranks(4, odd_labels)
+
+
+def no_labels() -> None:
+    """Torch's loss is NaN; its gradients are 0, so that a batch of padding changes no weight."""
+    mesh = tp2d.Mesh(2)
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.full((4,), -100)
+    expected = nn.functional.cross_entropy(logits.repeat(2, 2), labels)
+    loss = tp2d.cross_entropy(logits, mesh.part(labels), mesh)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    torch.autograd.backward(loss)
+    assert torch.equal(torch.zeros(2, 5), torch.as_tensor(logits.grad))
+
+
+def test_a_batch_without_labels_has_no_gradient(on_ranks: RunRanks) -> None:
+    on_ranks(4, no_labels)

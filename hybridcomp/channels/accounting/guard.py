@@ -50,7 +50,7 @@ class Guard:
     def __init__(self, limits: Mapping[Dimension, Limits]) -> None:
         self._limits = {name: found for name, found in limits.items() if found.any}
         self.trips: dict[Dimension, Trip] = {}
-        self._samples = torch.zeros(len(KEYS), 3, dtype=torch.float64)
+        self._samples = torch.zeros(len(KEYS), 3, dtype=torch.float64, device="cpu")
 
     @property
     def watching(self) -> bool:
@@ -59,7 +59,8 @@ class Guard:
 
     def sample(self, key: Key, error_sq: float, value_sq: float, residual_sq: float) -> None:
         """Add one sample: squared L2 norms of an error, its values and their residual."""
-        self._samples[KEYS.index(key)] += torch.tensor([error_sq, value_sq, residual_sq])
+        row = self._samples[KEYS.index(key)]
+        row += torch.tensor([error_sq, value_sq, residual_sq], dtype=row.dtype, device="cpu")
 
     def decide(self, step: int, device: torch.device) -> list[Dimension]:
         """Sum the samples over all ranks and compare them with the limits; a collective.

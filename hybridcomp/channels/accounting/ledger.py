@@ -189,6 +189,7 @@ class Ledger:
         return torch.tensor(
             [[getattr(self.interval[key], name) for name in FIELDS] for key in KEYS],
             dtype=torch.float64,
+            device="cpu",
         ).reshape(-1)
 
     def restart(self) -> None:

@@ -181,7 +181,7 @@ def _of_gather(messages: RankMessages, numel: int, codec: Codec) -> int:
     share, encoders = -(-numel // messages.ranks), messages.encoders
     if codec.references:
         # all messages after the first are encoded against earlier values
-        codec = codec.against(torch.empty(0))
+        codec = codec.against(torch.empty(0, dtype=torch.float32, device="cpu"))
     payloads = codec.wire_nbytes(share, messages.dtype) * (encoders + 1)
     if messages.width == 1:
         return payloads
@@ -264,7 +264,7 @@ def staged_nbytes(messages: RankMessages, codec: Codec, residual_bits: int = 0) 
     if messages.how == "gather":
         share = -(-numel // messages.ranks)
         if codec.references:
-            codec = codec.against(torch.empty(0))
+            codec = codec.against(torch.empty(0, dtype=torch.float32, device="cpu"))
         return (messages.encoders + 1) * codec.wire_nbytes(share, dtype)
     own, encoders = -(-numel // messages.width), messages.encoders
     sums = _dtype_of_sums(messages, codec)

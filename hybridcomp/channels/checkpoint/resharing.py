@@ -103,7 +103,7 @@ class ResidualPlan:
         me = dist.get_rank()
         for batch in _batches(self.segments):
             numels = [high - low for _, (low, high), _ in batch]
-            flat = torch.zeros(sum(numels))
+            flat = torch.zeros(sum(numels), dtype=torch.float32, device="cpu")
             for (name, edges, _), view in zip(batch, torch.split(flat, numels), strict=True):
                 _put(part, name, edges, view)
             total = flat.to(device)

@@ -198,7 +198,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
         )
         collectives.keep_to_owners(tensor, via, total)
         channel.record(meter, self.native_nbytes(group.size), self.direction, group.ring)
-        zero = torch.zeros(1, device=tensor.device)
+        zero = torch.zeros(1, device=tensor.device, dtype=torch.float32)
         return [
             zero.expand(part.stop - part.start) for part in self.ranges if group.rank in part.ranks
         ]

@@ -75,7 +75,7 @@ class Pinned:
             if free:
                 return free.pop()
         with torch.inference_mode(False):  # code outside inference_mode writes it later
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def give(self, buffer: Tensor) -> None:
         """Give a buffer back that no copy reads or writes any more."""

@@ -75,7 +75,9 @@ class StateHandle:
         if self._inner is not None:
             found: Tensor = self._inner.new_cpu_locked_tensor(numel, like)
             return found
-        made = torch.zeros(int(numel), dtype=like.dtype, pin_memory=torch.cuda.is_available())
+        made = torch.zeros(
+            int(numel), dtype=like.dtype, pin_memory=torch.cuda.is_available(), device="cpu"
+        )
         self._pinned[made.untyped_storage().data_ptr()] = made
         return made
 
@@ -208,8 +210,8 @@ class StateHandle:
             if spare.numel() >= nbytes:
                 return self._spare.pop(place)
         if self._inner is None:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        like = torch.empty(0, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        like = torch.empty(0, dtype=torch.uint8, device="cpu")
         made: Tensor = self._inner.new_cpu_locked_tensor(max(nbytes, ALIGNED), like)
         return made
 

@@ -299,7 +299,7 @@ def _exchange_inside(
     me = levels.local
     order = [local for local in levels.order if local != me]
     parts = [part for local in order for part in rows[local]]
-    sent = torch.cat(parts) if parts else torch.empty(0, device=device)
+    sent = torch.cat(parts) if parts else torch.empty(0, device=device, dtype=torch.float32)
     gives = [sum(part.numel() for part in rows[i]) if i != me else 0 for i in levels.order]
     takes = [sum(numels[i]) if i != me else 0 for i in levels.order]
     received = torch.empty(sum(takes), dtype=torch.float32, device=device)

@@ -166,7 +166,7 @@ class Levels:
         are numbered in this order, as by most launchers; else an empty tuple.
         """
         shape = (self.nodes, *(group.size for group in reversed(self.stages)))
-        numbers = torch.arange(self.nodes * self.width).view(shape)
+        numbers = torch.arange(self.nodes * self.width, device="cpu").view(shape)
         columns = numbers.permute(*reversed(range(len(shape)))).reshape(self.width, self.nodes)
         return shape if columns.T.tolist() == [list(row) for row in self.grid] else ()
 

@@ -199,7 +199,10 @@ class Pending(Generic[T]):
         return self._completed
 
     def then(self, callback: Callable[[], None]) -> Self:
-        """Call ``callback`` once after completion, at once if it is complete; returns self."""
+        """Call ``callback`` once after completion, at once if it is complete; returns self.
+
+        ``wait()`` raises its error, again on every call.
+        """
         if self._completed:
             callback()
         else:
@@ -207,20 +210,27 @@ class Pending(Generic[T]):
         return self
 
     def _advance(self) -> None:
-        """Run to the next message or to the end."""
+        """Run to the next message, or to the end and then the callbacks."""
         try:
-            self._work = next(self._steps)
-        except StopIteration as stop:
-            self._work, self._result, self._completed = None, stop.value, True
+            self._work = self._next()
+            if self._completed:
+                callbacks, self._callbacks = self._callbacks, []
+                for callback in callbacks:  # may wait for further messages
+                    callback()
         except BaseException as error:
+            self._completed = False
             failure = self._failed(error)
             if failure is error:
                 raise
             raise failure from error
-        if self._completed:
-            callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                callback()
+
+    def _next(self) -> Work | None:
+        """Run to the next message and return its work; None at the end."""
+        try:
+            return next(self._steps)
+        except StopIteration as stop:
+            self._result, self._completed = stop.value, True
+            return None
 
     def _failed(self, error: BaseException) -> BaseException:
         """Keep and return the error that ``wait()`` raises from now on: PeerError if a rank is

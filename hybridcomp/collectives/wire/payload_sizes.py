@@ -60,7 +60,7 @@ class SizeReader:
 
     def copied(self, words: Tensor) -> Arrival:
         """Start copying ``words`` (int64) to the host on the current stream, without waiting."""
-        host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True, device="cpu")
         host.copy_(words, non_blocking=True)
         event = cuda.Event()
         event.record(cuda.current_stream(words.device))
@@ -144,7 +144,7 @@ def head_nbytes(count: int) -> int:
 def write_head(message: Tensor, nbytes: Sequence[int]) -> None:
     """Write sizes to the start of ``message`` (uint8)."""
     words = message[: SIZE_NBYTES * len(nbytes)].view(torch.int64)
-    words.copy_(torch.tensor(nbytes, dtype=torch.int64))
+    words.copy_(torch.tensor(nbytes, dtype=torch.int64, device="cpu"))
 
 
 def read_head(message: Tensor, count: int) -> list[int]:

@@ -45,7 +45,7 @@ class Staging:
 
     def room(self, like: Tensor) -> Tensor:
         """Allocate pinned host memory for ``like``, contents undefined; torch caches the blocks."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True, device="cpu")
 
     def out(self, values: Tensor) -> Tensor:
         """Copy ``values`` to host memory; wait for the device, as gloo reads at once."""

@@ -55,13 +55,20 @@ class Works(Work):
     def __init__(self, works: Sequence[Work], limit: timedelta | None) -> None:
         super().__init__()
         self._works, self._limit = list(works), limit
+        self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all works; raise the error of the first that failed."""
+        """Wait for all works; raise, at every call, the error of the first that failed."""
+        if self._error is not None:
+            raise self._error
         works, self._works = self._works, []
         limit = self._limit if timeout is None else timeout
-        for work in works:  # gloo does not apply the group's timeout to a receive by itself
-            work.wait() if limit is None else work.wait(limit)
+        try:
+            for work in works:  # gloo does not apply the group's timeout to a receive by itself
+                work.wait() if limit is None else work.wait(limit)
+        except Exception as error:
+            self._error = error
+            raise
         return True
 
     def __del__(self) -> None:

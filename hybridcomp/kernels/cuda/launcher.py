@@ -105,7 +105,7 @@ class CudaLauncher:
 
     def words(self, values: Words) -> Tensor:
         """See Launcher. A captured graph would read the host's memory at every replay."""
-        host = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
+        host = torch.empty(values.shape, dtype=torch.int64, pin_memory=True, device="cpu")
         host.numpy()[...] = values
         return host.to(self._device, non_blocking=True)
 

@@ -10,11 +10,13 @@ Shapes: B samples, H heads of queries, K heads of keys and values, S tokens of t
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridcomp.nn.autocast import cast
 from hybridcomp.nn.context.layout import LAYOUTS, Layout, shard
 from hybridcomp.nn.context.passes import RingCall, RingFunction
 from hybridcomp.nn.context.traffic import RingTraffic
@@ -51,9 +53,12 @@ def ring_attention(
         documents: document numbers of the whole sequence, (B or 1, tokens), equal on every rank. A
             token attends only to tokens with its own number; -1 is padding. None: one document.
 
+    ``torch.autocast`` casts q, k and v, as for ``scaled_dot_product_attention``.
+
     Returns the context (B, H, S, E), of the dtype of ``q``; B and S may be 0. Raises ValueError on
     shapes that do not fit.
     """
+    q, k, v = cast(q, k, v)
     _check(q, k, v, layout)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     length = q.shape[2]
@@ -61,7 +66,7 @@ def ring_attention(
         raise ValueError(f"q: expected two chunks of equal length, found {length} tokens a rank")
     held = None
     if documents is not None:
-        held = _documents(documents, length, ranks, group, layout)
+        held = _documents(documents, q.shape[0], length, ranks, group, layout)
     if not q.shape[0] or not length:  # nothing to send on any rank
         nothing = q.sum() + k.sum() + v.sum()
         return nothing.to(q.dtype).expand(*q.shape[:3], v.shape[3]).contiguous()
@@ -96,6 +101,13 @@ class RingAttention(nn.Module):
         self.group, self.causal, self.scale, self.layout = group, causal, scale, layout
         self._there = tuple(order.index(name) for name in "bhsd")
         self._back = tuple("bhsd".index(name) for name in order)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingAttention:
+        """Copy all but the group: a copy of a model, for averaged weights, shares it."""
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        memo[id(self.group)] = self.group
+        vars(copied).update(deepcopy(vars(self), memo))
+        return copied
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, **more: Any
@@ -134,12 +146,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
 
 
 def _documents(
-    whole: Tensor, length: int, ranks: int, group: dist.ProcessGroup | None, layout: Layout
+    whole: Tensor,
+    batch: int,
+    length: int,
+    ranks: int,
+    group: dist.ProcessGroup | None,
+    layout: Layout,
 ) -> list[Tensor]:
     """Shard the document numbers of the whole sequence; return every rank's part, by rank."""
-    if whole.dim() != 2 or whole.shape[1] != length * ranks:
+    if whole.dim() != 2 or whole.shape[0] not in (1, batch) or whole.shape[1] != length * ranks:
         raise ValueError(
-            f"documents: expected (batch, {length * ranks}), all tokens of {ranks} ranks, found "
-            f"{tuple(whole.shape)}"
+            f"documents: expected ({batch} or 1, {length * ranks}), all tokens of {ranks} ranks, "
+            f"found {tuple(whole.shape)}"
         )
     return [shard(whole, group, layout=layout, rank=rank) for rank in range(ranks)]

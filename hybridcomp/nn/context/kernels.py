@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hybridcomp.nn.autocast import off
 from hybridcomp.nn.context import blocks
 from hybridcomp.nn.context.blocks import Mask
 
@@ -51,7 +52,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run ``blocks.forward`` with kernel ``kind``; torch's kernels keep the dtype of ``q``."""
     if kind == "plain":
-        return blocks.forward(q, k, v, mask, scale)
+        with off(q):
+            return blocks.forward(q, k, v, mask, scale)
     width = v.shape[-1]
     q, k, v = (_padded(values) for values in (q, k, v))
     if kind == "flash":
@@ -82,7 +84,8 @@ def backward(
     take the context ``out`` (B, H, S, D) over all keys instead of ``delta``.
     """
     if kind == "plain":
-        return blocks.backward(grad, q, k, v, delta, logs, mask, scale)
+        with off(q):
+            return blocks.backward(grad, q, k, v, delta, logs, mask, scale)
     widths = [values.shape[-1] for values in (q, k, v)]
     heads, kept = q.shape[1], k.shape[1]
     grad, q, k, v, out = (_padded(values) for values in (grad, q, k, v, out))

@@ -37,7 +37,7 @@ class BlockPart:
 
 def chunks_of(rank: int, ranks: int, layout: Layout) -> tuple[int, ...]:
     """Return the numbers of the chunks that ``rank`` holds, in the order of its tokens."""
-    return (rank, 2 * ranks - 1 - rank) if layout == "zigzag" else (rank,)
+    return (rank, 2 * ranks - 1 - rank) if layout == "zigzag" and ranks > 1 else (rank,)
 
 
 def part(

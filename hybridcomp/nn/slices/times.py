@@ -116,8 +116,8 @@ def fitted(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[f
     Errors are relative, since absolute errors of the many short slices would be negligible against
     those of long slices. The fit tries every subset of the few parts, so it is exact.
     """
-    took = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1)
-    rows = torch.tensor(parts, dtype=torch.float64) / took
+    took = torch.tensor(seconds, dtype=torch.float64, device="cpu").unsqueeze(1)
+    rows = torch.tensor(parts, dtype=torch.float64, device="cpu") / took
     columns, ones = rows.shape[1], torch.ones_like(took)
     best, least = [0.0] * columns, float("inf")
     for subset in range(1, 2**columns):

@@ -176,7 +176,7 @@ def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[],
     numel = tokens * pipeline.width
     codec = _codec(pipeline, numel, way)
     ends = (not pipeline.is_first) + (not pipeline.is_last)
-    values = torch.randn(numel, device=pipeline.device).to(pipeline.dtype)
+    values = torch.randn(numel, device=pipeline.device, dtype=torch.float32).to(pipeline.dtype)
 
     def run() -> None:
         """Encode the sent and decode the received message; outer stages have only one of them."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as torch.optim: imports the compiler when it is used
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
@@ -31,7 +32,8 @@ from hybridcomp.nn.tables.slots import CacheFigures, RowsAhead, RowSlots
 MOST_IN_STATE = 4 << 30
 #: all tables of this process
 TABLES: weakref.WeakSet[CachedEmbedding] = weakref.WeakSet()
-_numbers = count()
+#: number of tables so far, by the global ranks that share them: these ranks make them in one order
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 class CachedEmbedding(nn.Module):
@@ -85,13 +87,15 @@ class CachedEmbedding(nn.Module):
         Raises ConfigError on all ranks if any rank cannot make the table.
         """
         super().__init__()
-        number = next(_numbers)
+        members = ranks_of(group) if dist.is_initialized() else ()
+        number = _made[members]
+        _made[members] += 1
         self.name = f"{NAME} {number}"
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
         self.include_last_offset, self.hashed = include_last_offset, hashed
         self.padding_idx = None if padding_idx is None else padding_idx % max(1, num_embeddings)
-        self.owners = Owners(self.name, num_embeddings, group, number)
-        place = torch.empty(0, device=device).device
+        self.owners = Owners(self.name, num_embeddings, group, number, members)
+        place = torch.empty(0, device=device, dtype=torch.float32).device
         rank, ranks = self.owners.rank, self.owners.ranks
         host = HostRows(self.owners.count(rank), None if not folder else Path(folder))
         settings = TableSettings(
@@ -251,7 +255,9 @@ class CachedEmbedding(nn.Module):
         if ids.dtype not in (torch.int32, torch.int64):
             kinds = owners.DTYPES
             kind = kinds.index(ids.dtype) if ids.dtype in kinds else -1
-            return torch.empty(0, dtype=torch.int64), CallProblem(owners.WRONG_DTYPE, kind)
+            return torch.empty(0, dtype=torch.int64, device="cpu"), CallProblem(
+                owners.WRONG_DTYPE, kind
+            )
         rows = ids.detach().reshape(-1).to("cpu", torch.int64)
         if self.hashed:
             rows = mixed(rows).remainder(self.num_embeddings)

@@ -25,9 +25,9 @@ class TableFigures(FollowerBase):
 
     def row(self) -> Mapping[str, float] | None:
         """Return the figures since the last call; a collective over the ranks of each table."""
-        counts = torch.zeros(4, dtype=torch.int64)
-        for table in sorted(self.tables, key=lambda t: t.owners.number):
-            now = torch.tensor(astuple(table.slots.figures))
+        counts = torch.zeros(4, dtype=torch.int64, device="cpu")
+        for table in sorted(self.tables, key=lambda t: (t.owners.number, t.owners.members)):
+            now = torch.tensor(astuple(table.slots.figures), device="cpu")
             interval = now - self._told.get(table, 0)
             self._told[table] = now
             counts += table.owners.total(interval)

@@ -36,7 +36,7 @@ class HostRows:
         """Add zeros (rows, *tail) under ``name``. Raises OSError if the file cannot be made."""
         shape = (self.rows, *tail)
         if self.folder is None or not math.prod(shape):
-            self.states[name] = torch.zeros(shape, dtype=dtype)
+            self.states[name] = torch.zeros(shape, dtype=dtype, device="cpu")
             return
         handle, path = tempfile.mkstemp(prefix=f"rows.{name}.", dir=self.folder)
         try:
@@ -53,7 +53,7 @@ class HostRows:
         """Fill the weights by ``init(rows, ids)``, in pieces; row i has id first + i * step."""
         weight = self.states["weight"]
         for low, high in pieces(self.rows, weight[:1].nbytes):
-            ids = torch.arange(low, high) * step + first
+            ids = torch.arange(low, high, device="cpu") * step + first
             init(weight[low:high], ids)
 
     def read(self, rows: Tensor) -> dict[str, Tensor]:
@@ -61,7 +61,10 @@ class HostRows:
         copies = {}
         for name, values in self.states.items():
             out = torch.empty(
-                (len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=is_pinning()
+                (len(rows), *values.shape[1:]),
+                dtype=values.dtype,
+                pin_memory=is_pinning(),
+                device="cpu",
             )
             copies[name] = torch.index_select(values, 0, rows, out=out)
         return copies

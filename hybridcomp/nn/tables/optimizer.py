@@ -31,6 +31,21 @@ MOVES_ALL = "it moves rows that no batch has touched; expected one of " + ", ".j
 Rows = dict[str, Tensor]
 
 
+def _check_numbers(
+    method: Method, lr: float, betas: tuple[float, float], eps: float | None
+) -> None:
+    for name, given, is_set in (
+        ("betas", betas, betas != (0.9, 0.999) and method != "adam"),
+        ("eps", eps, eps is not None and method == "sgd"),
+    ):
+        if is_set:
+            raise ConfigError(f"{NAME}.{name}", given, f"{method} has none; leave it out")
+    numbers = [("lr", lr, math.inf), ("eps", eps or 0.0, math.inf)]
+    for name, number, limit in [*numbers, *(("betas", beta, 1.0) for beta in betas)]:
+        if not 0 <= number < limit:
+            raise ConfigError(f"{NAME}.{name}", number, f"expected 0 to below {limit:g}")
+
+
 class RowOptimizer(torch.optim.Optimizer):
     """SGD, Adagrad, row-wise Adagrad or SparseAdam for ``CachedEmbedding``; works with schedulers.
 
@@ -38,6 +53,10 @@ class RowOptimizer(torch.optim.Optimizer):
     them. Rows equal, bit for bit, those of torch's ``SGD``, ``Adagrad`` (for dense gradients; with
     ``sparse_formula``, for sparse ones) and ``SparseAdam``.
     """
+
+    #: torch's GradScaler then leaves its scale to ``step``, which refuses it: the anchors'
+    #: gradients, which the scaler would divide, are zeros
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -56,11 +75,12 @@ class RowOptimizer(torch.optim.Optimizer):
             tables: the tables to update; a table may be in one RowOptimizer only.
             method: "rowwise_adagrad" keeps one number per row, the sum of mean squares.
             lr: learning rate, in ``param_groups`` for schedulers.
-            betas: for "adam" only. eps: by default 1e-8 for "adam", 1e-10 for other methods.
+            betas: for "adam" only. eps: not for "sgd"; by default 1e-8 for "adam", else 1e-10.
             sparse_formula: for "adagrad": whether to use torch's formula for sparse gradients.
 
         Raises ConfigError for weight decay, momentum, dense Adam and other settings that move rows
-        without gradients, and if there is no room for the states.
+        without gradients, on settings that the method does not have, on numbers that torch's
+        optimizers refuse, and if there is no room for the states.
         """
         for key, other in others.items():
             raise ConfigError(f"{NAME}.{key}", other, f"{MOVES_ALL}, without {key}")
@@ -69,6 +89,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if sparse_formula and method != "adagrad":
             todo = "the other methods have one formula; leave it out"
             raise ConfigError(f"{NAME}.sparse_formula", True, todo)
+        _check_numbers(method, lr, betas, eps)
         self.tables, self.method, self._is_sparse = list(tables), method, sparse_formula
         for number, table in enumerate(self.tables):
             self._check(table, self.tables[:number])
@@ -110,16 +131,22 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the rows with gradients. No collective."""
+        """Update the rows with gradients. No collective. Raises ConfigError under a GradScaler."""
+        scaler = [vars(self).pop(name, None) for name in ("grad_scale", "found_inf")]
+        if any(given is not None for given in scaler):
+            todo = "rows have no loss scale; train in bf16 or fp32, without a scaler"
+            raise ConfigError(f"{NAME}.step", Shown("a GradScaler"), todo)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             for anchor in group["params"]:
-                state = self.state[anchor]
-                state["step"] = state.get("step", 0) + 1
-                self._step_rows(self._table_of(anchor), group, state["step"])
+                table, state = self._table_of(anchor), self.state[anchor]
+                if not table.row_gradients.is_empty:  # torch counts no step without a gradient
+                    state["step"] = state.get("step", 0) + 1
+                    self._step_rows(table, group, state["step"])
+                table.drop_gradients()
         return loss
 
     def _table_of(self, anchor: Tensor) -> CachedEmbedding:
@@ -136,7 +163,6 @@ class RowOptimizer(torch.optim.Optimizer):
             part = gradients[low : low + most].to(values["weight"].dtype)
             self._change(values, part, group, step)
             slots.update(places, values)
-        table.drop_gradients()
 
     def _change(self, rows: Rows, grad: Tensor, group: Mapping[str, Any], step: int) -> None:
         lr, eps = float(group["lr"]), group["eps"]
@@ -162,7 +188,7 @@ class RowOptimizer(torch.optim.Optimizer):
         norm's square, and clip rows by ``scale_gradients``. A collective over each table's ranks.
         """
         with ending("the norm of the gradients of rows"):
-            square = torch.zeros(())
+            square = torch.zeros((), dtype=torch.float32, device="cpu")
             for table in self.tables:
                 own = table.gradients()[1].square().sum()
                 square = square.to(own.device) + table.owners.total(own)

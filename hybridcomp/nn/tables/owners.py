@@ -81,12 +81,19 @@ class Owners:
 
     Attributes:
         rank, ranks: this rank's number in ``group``, and how many there are.
+        number, members: the table's number among those of these global ranks; equal on all ranks.
         slots: for each rank, the most rows that a batch may request from it.
     """
 
-    def __init__(self, name: str, rows: int, group: ProcessGroup | None, number: int) -> None:
-        """Set up the owners; ``number``: the table's number, equal on all ranks."""
-        self.name, self.rows, self.number = name, rows, number
+    def __init__(
+        self,
+        name: str,
+        rows: int,
+        group: ProcessGroup | None,
+        number: int,
+        members: tuple[int, ...],
+    ) -> None:
+        self.name, self.rows, self.number, self.members = name, rows, number, members
         self._given, up = group, dist.is_initialized()
         self.group: ProcessGroup | None = group or (dist.group.WORLD if up else None)
         self._known = None if self.group is None else Group.of(self.group)
@@ -139,7 +146,7 @@ class Owners:
                 raise self._error(0, problem)
             return self._alone(ids) if asks and ids is not None else None
         unique, places = torch.unique(
-            torch.empty(0, dtype=torch.int64) if not asks or ids is None else ids,
+            torch.empty(0, dtype=torch.int64, device="cpu") if not asks or ids is None else ids,
             return_inverse=True,
         )
         order, gives, payloads = self._by_owner(unique)
@@ -166,7 +173,7 @@ class Owners:
     def _alone(self, ids: Tensor) -> Asked:
         unique, places = torch.unique(ids, return_inverse=True)
         count = [len(unique)]
-        every = torch.arange(len(unique))
+        every = torch.arange(len(unique), device="cpu")
         asked = Asked(unique, places, None, count, count, unique, every)
         self._refuse_slots([len(unique)])
         return asked
@@ -280,7 +287,7 @@ class Owners:
     def _gathered(self, own: Sequence[int], meter: Meter) -> Tensor:
         """Return the words of all ranks, (ranks, words)."""
         words = torch.tensor(own, device=self._wire)
-        return torch.tensor(gather_words(words, self._group(), meter))
+        return torch.tensor(gather_words(words, self._group(), meter), device="cpu")
 
     def _exchanged(
         self, data: Tensor, come: Sequence[int], sizes: Sequence[int], meter: Meter

@@ -23,7 +23,7 @@ class RowGradients:
             gradients = gradients.index_select(0, asked.order.to(gradients.device))
         got = self._owners.exchange(gradients, asked.gives, asked.takes, "backward")
         rows = asked.wanted
-        total = torch.zeros((len(rows), self._width), device=got.device)
+        total = torch.zeros((len(rows), self._width), device=got.device, dtype=torch.float32)
         places = asked.answer.to(got.device)
         begin = 0
         for taken in asked.takes:  # in rank order; a rank asks for a row once
@@ -37,6 +37,11 @@ class RowGradients:
             rows, total = rows[is_row], total[is_row.to(total.device)]
         self._waiting.append((rows, total))
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no backward pass has sent gradients, not even of an empty batch."""
+        return not self._waiting
+
     def take(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows with gradients, ascending, and their gradients (n, width).
 
@@ -46,14 +51,15 @@ class RowGradients:
             every, places = torch.unique(
                 torch.cat([rows for rows, _ in self._waiting]), return_inverse=True
             )
-            total = torch.zeros((len(every), self._width), device=device)
+            total = torch.zeros((len(every), self._width), device=device, dtype=torch.float32)
             parts = torch.split(places, [len(rows) for rows, _ in self._waiting])
             for at, (_, gradients) in zip(parts, self._waiting, strict=True):
                 total.index_add_(0, at.to(device), gradients)
             self._waiting[:] = [(every, total)]
         if not self._waiting:
-            none = torch.zeros((0, self._width), device=device)
-            self._waiting.append((torch.empty(0, dtype=torch.int64), none))
+            return torch.empty(0, dtype=torch.int64, device="cpu"), torch.zeros(
+                (0, self._width), device=device, dtype=torch.float32
+            )
         return self._waiting[0]
 
     def drop(self) -> None:

@@ -137,7 +137,9 @@ def full_weight(table: RowTable) -> Tensor | None:
     owners, weight = table.owners, table.host.states["weight"]
     is_first, out = owners.rank == 0, None
     if is_first:
-        out = torch.empty((table.num_embeddings, table.embedding_dim), dtype=weight.dtype)
+        out = torch.empty(
+            (table.num_embeddings, table.embedding_dim), dtype=weight.dtype, device="cpu"
+        )
     for low, high in pieces(owners.count(0), weight[:1].nbytes):
         counts = [max(0, min(high, owners.count(r)) - low) for r in range(owners.ranks)]
         gives = [counts[owners.rank] if rank == 0 else 0 for rank in range(owners.ranks)]
@@ -236,7 +238,7 @@ def _pieces(
     """Yield ids and values of a file's pieces. Raises CheckpointError where it is damaged."""
     path = folder / saved.file(name, rank)
     dtype, *tail = saved.states[name]
-    like = torch.empty((1, *map(int, tail)), dtype=getattr(torch, str(dtype)))
+    like = torch.empty((1, *map(int, tail)), dtype=getattr(torch, str(dtype)), device="cpu")
     every = saved.sums.get(name, [])
     sums = every[rank] if rank < len(every) else []
     borders = pieces(saved.count(rank), like.nbytes)
@@ -249,7 +251,7 @@ def _pieces(
                 if zlib.crc32(data) != sums[number]:
                     todo = "it was changed or damaged; load another save"
                     raise CheckpointError(f"{quoted_path(path)}: wrong checksum; {todo}")
-                ids = rank + saved.ranks * torch.arange(low, high)
+                ids = rank + saved.ranks * torch.arange(low, high, device="cpu")
                 yield ids, torch.frombuffer(data, dtype=like.dtype).view(-1, *like.shape[1:])
     except OSError as error:
         raise CheckpointError(f"{quoted_path(path)}: {error.strerror}; load another save") from None

@@ -86,11 +86,15 @@ class RowSlots:
         self.values: dict[str, Tensor] = {}
         for name in host.states:
             self.make(name)
-        self._slot_of = torch.full((host.rows,), -1, dtype=torch.int32)
-        self._row_in = torch.full((count,), -1, dtype=torch.int64)
-        self._dirty = torch.zeros(count, dtype=torch.bool)
+        self._slot_of = torch.full((host.rows,), -1, dtype=torch.int32, device="cpu")
+        self._row_in = torch.full((count,), -1, dtype=torch.int64, device="cpu")
+        self._dirty = torch.zeros(count, dtype=torch.bool, device="cpu")
         self._counted, self._batches = frequency is None, 0
-        uses = torch.zeros(host.rows) if frequency is None else frequency.to(torch.float32)
+        uses = (
+            torch.zeros(host.rows, dtype=torch.float32, device="cpu")
+            if frequency is None
+            else frequency.to(torch.float32)
+        )
         self._uses = uses
         self._ahead: deque[RowsAhead] = deque()
         self._kept: list[Tensor] = []

@@ -67,10 +67,13 @@ class Linear(Cut):
             parts: number of stacked matrices that are cut separately, such as 3 for query, key and
                 value.
             vocabulary: vocabulary size if the outputs are logits of words; it is padded to a
-                multiple of q, and allows no bias or parts. None: the outputs are not logits.
+                multiple of q, and allows no parts. None: the outputs are not logits.
 
-        Raises ConfigError if the sizes cannot be cut.
+        Raises ConfigError if the sizes cannot be cut, and on ``parts`` of logits.
         """
+        if parts < 1 or (vocabulary is not None and parts > 1):
+            given = Shown(f"Linear(parts={parts}, vocabulary={vocabulary})")
+            raise ConfigError("tp2d", given, "expected one part or more, and one of logits")
         matrix: WeightCut = MatrixCut(parts) if vocabulary is None else Output(vocabulary)
         super().__init__(mesh, {"weight": matrix, "bias": Vector(parts)})
         self._keep("weight", whole.weight)

@@ -50,8 +50,9 @@ class CrossEntropyFunction(torch.autograd.Function):
         values, local, here = _parts(logits, labels, ctx.mesh, ctx.vocabulary)
         out = (values - log_sum.unsqueeze(-1)).exp()
         out.scatter_add_(-1, local.unsqueeze(-1), -here.to(out.dtype).unsqueeze(-1))
-        counted = (labels.reshape(-1) != ctx.ignore).to(out.dtype)
-        out *= (grad / count * counted).unsqueeze(-1)
+        counted = labels.reshape(-1) != ctx.ignore
+        # 0 as in torch, also where no label counts: the loss is then NaN
+        out *= torch.where(counted, grad / count, 0.0).unsqueeze(-1)
         return out.view(logits.shape).to(logits.dtype), None, None, None, None
 
 

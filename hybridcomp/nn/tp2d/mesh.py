@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,10 @@ class Mesh:
                 self.group: ProcessGroup = whole
                 self._groups["row"] = rows_made[self.row]
                 self._groups["column"] = columns_made[self.column]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """Return this mesh: a copy of a model, for averaged weights, shares its groups."""
+        return self
 
     @property
     def rank(self) -> int:

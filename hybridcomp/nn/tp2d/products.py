@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridcomp.nn.autocast import cast, off
 from hybridcomp.nn.tp2d.mesh import Mesh
 from hybridcomp.nn.tp2d.mesh_axis_collectives import LineBlocks, LineSums
 
@@ -32,7 +33,7 @@ def transposed_times(left: Tensor, right: Tensor) -> Tensor:
 
 def _multiplied(product: Product, left: Tensor, right: Tensor) -> Tensor:
     """Multiply with autocast off, since the operands were cast before."""
-    with torch.autocast(left.device.type, enabled=False):
+    with off(left):
         return product(left, right)
 
 
@@ -192,29 +193,16 @@ class SpreadFunction(torch.autograd.Function):
         return mesh.scatter_sum(grad.reshape(mesh.q, -1), "column", "gradients"), None
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast ``tensors`` to the dtype of ``torch.autocast``, if it is on.
-
-    Autograd sees the casts, as in ``F.linear``, so gradients have the dtype of the parameters. fp64
-    tensors are not cast, as in torch.
-    """
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [t if t.dtype == torch.float64 else t.to(dtype) for t in tensors]
-
-
 def linear(values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
     """Compute ``F.linear`` on the mesh, without a bias; see ``LinearFunction``."""
-    values, weight = _autocast(values, weight)
+    values, weight = cast(values, weight)
     out: Tensor = LinearFunction.apply(values, weight, mesh)  # type: ignore[no-untyped-call]
     return out
 
 
 def projected(values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
     """Compute logits from an embedding's table; see ``ProjectFunction``."""
-    values, table = _autocast(values, table)
+    values, table = cast(values, table)
     out: Tensor = ProjectFunction.apply(values, table, mesh)  # type: ignore[no-untyped-call]
     return out
 

@@ -85,7 +85,7 @@ def save(folder: Path, optimizer: Any) -> None:
 
 def _encoded(half: Tensor) -> Tensor:
     codec = make_codec(HALVES)
-    room = torch.empty(codec.wire_nbytes(half.numel(), half.dtype), dtype=torch.uint8)
+    room = torch.empty(codec.wire_nbytes(half.numel(), half.dtype), dtype=torch.uint8, device="cpu")
     return room[: codec.encode(half, room)].clone()
 
 
@@ -167,7 +167,11 @@ def contents(path: Path) -> Tensor:
         data = bytearray(path.read_bytes())
     except OSError as error:
         raise damaged(str(path), f"it cannot be read ({error.strerror})") from error
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def is_plain(data: Tensor, expected: bytes) -> bool:
@@ -198,7 +202,7 @@ def halves_of(found: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the bf16 parameters beside the files, by name."""
     halves = {}
     for name, (numel, payload) in found["halves"].items():
-        halves[name] = torch.empty(numel, dtype=torch.bfloat16)
+        halves[name] = torch.empty(numel, dtype=torch.bfloat16, device="cpu")
         make_codec(HALVES).decode(payload, halves[name])
     return halves
 
@@ -229,4 +233,4 @@ def restore(optimizer: Any, files: StateFiles, sub_group_id: int) -> None:
         for name in saved_ones["names"]:
             if name not in entries:
                 numel = optimizer.optimizer_swapper.swap_params_info[one.ds_id].numel()
-                entries[name] = torch.zeros(numel, dtype=one.dtype)
+                entries[name] = torch.zeros(numel, dtype=one.dtype, device="cpu")

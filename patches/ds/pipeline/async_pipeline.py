@@ -223,7 +223,7 @@ class AsyncPipeline:
             others = [engine.grid.stage_to_global(stage_id=stage) for stage in range(last)]
             self.posts.send_all(values, others)
             return found
-        values = torch.zeros(2 + len(names), device=engine.device)
+        values = torch.zeros(2 + len(names), device=engine.device, dtype=torch.float32)
         self.posts.receive_all(values, engine.grid.stage_to_global(stage_id=last))
         engine.dp_group_loss, found = values[0].clone(), values[1].clone()
         if names:

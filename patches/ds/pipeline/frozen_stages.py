@@ -63,7 +63,7 @@ def _exec_schedule(engine: Any, pipe_schedule: Any) -> Any:
 def _clip(engine: Any) -> None:
     from deepspeed.runtime.utils import clip_grad_norm_
 
-    stand_in = nn.Parameter(torch.zeros(1, device=engine.device))
+    stand_in = nn.Parameter(torch.zeros(1, device=engine.device, dtype=torch.float32))
     stand_in.grad = torch.zeros_like(stand_in)
     clip_grad_norm_(parameters=[stand_in], max_norm=engine.gradient_clipping(), mpu=engine.mpu)
 
@@ -83,4 +83,4 @@ def _norms(engine: Any, for_clipping: bool = False) -> Any:
     found = getattr(type(engine.optimizer), NORMS)(engine.optimizer, for_clipping)
     if for_clipping or found[0]:
         return found
-    return [torch.zeros(1, device=engine.device)], found[1]
+    return [torch.zeros(1, device=engine.device, dtype=torch.float32)], found[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def attach(
     attached.on_detach(reducer.tables.leave)
     slot = ddp_slot.occupy(model, reducer)
     attached.on_detach(functools.partial(slot.leave, reducer))
-    hook = model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
+    hook = model.register_forward_pre_hook(_Entered(attached))
     attached.on_detach(hook.remove)
     steps.follow(attached)
     if dist.get_rank(group) == 0:
@@ -80,9 +81,15 @@ def attach(
     return attached
 
 
-def _enter(model: Any, attached: Attached) -> None:
-    if torch.is_grad_enabled():
-        attached.entered(model.training)
+@dataclass
+class _Entered:
+    """Forward pre-hook: notes a pass with gradients; a copy of the model has nothing to note."""
+
+    attached: Attached | None
+
+    def __call__(self, model: Any, arguments: Any) -> None:
+        if self.attached is not None and torch.is_grad_enabled():
+            self.attached.entered(model.training)
 
 
 def _buckets(

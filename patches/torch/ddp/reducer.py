@@ -208,7 +208,9 @@ class Reducer:
         if self._used is None:
             return {}
         names = [getattr(parameter, NAME) for parameter in bucket.parameters()]
-        flags = torch.tensor([name in self._used for name in names], dtype=torch.int32)
+        flags = torch.tensor(
+            [name in self._used for name in names], dtype=torch.int32, device="cpu"
+        )
         flags = flags.to(bucket.buffer().device, non_blocking=True)
         small_messages.most(flags, self._group)
         found = zip(names, flags.bool().unbind(), strict=True)

@@ -110,10 +110,17 @@ def test_tensors_that_require_grad(on_ranks: RunRanks) -> None:
     on_ranks(2, _requires_grad, LOSSY[0])
 
 
-def test_a_failure_is_raised_again_on_every_wait() -> None:
+@pytest.mark.parametrize("by", ["steps", "callback"])
+def test_a_failure_is_raised_again_on_every_wait(by: str) -> None:
+    """A callback may wait for a message, too: that of the parameters that are summed exactly."""
+
+    def fail() -> None:
+        raise ValueError("broken payload")
+
     def steps() -> Generator[Work, None, None]:
         yield dist.Work()
-        raise ValueError("broken payload")
+        if by == "steps":
+            fail()
 
     class Ready(Pending[None]):
         def __init__(self) -> None:
@@ -125,6 +132,8 @@ def test_a_failure_is_raised_again_on_every_wait() -> None:
             return True
 
     handle, called = Ready(), []
+    if by == "callback":
+        handle.then(fail)
     handle.then(lambda: called.append(1))
     for _ in range(2):
         with pytest.raises(ValueError, match="broken payload"):

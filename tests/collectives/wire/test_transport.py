@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import transport
@@ -97,3 +99,17 @@ def _posted(_: None) -> list[str]:
 
 def test_every_receive_is_posted_before_a_send(on_ranks: RunRanks) -> None:
     assert on_ranks(3, _posted, None) == [["irecv", "irecv", "isend", "isend"]] * 3
+
+
+class Late(Work):
+    """A message that does not come."""
+
+    def wait(self, timeout: object = None) -> bool:
+        raise RuntimeError("timed out")
+
+
+def test_works_that_failed_fail_at_every_wait() -> None:
+    works = Works([Late()], None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="timed out"):
+            works.wait()

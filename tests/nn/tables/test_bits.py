@@ -108,6 +108,38 @@ def test_micro_batches_of_more_rows_than_slots(on_ranks: RunRanks) -> None:
     assert on_ranks(2, accumulated) == [(True, True)] * 2
 
 
+def beside_a_table_of_a_part() -> bool:
+    """Make a table of two ranks, then a table of all; train both."""
+    part, (rank, world) = dist.new_group([0, 1]), ranks()
+    groups = [part, None] if rank < 2 else [None]
+    tables = [CachedEmbedding(20, 4, resident=10, group=group, init="zeros") for group in groups]
+    rows = RowOptimizer(tables, "sgd", lr=1.0)
+    for table in tables:
+        table(torch.tensor([rank, 5])).sum().backward()
+    rows.step()
+    whole = tables[-1].full_weight()
+    return whole is None or whole[:, 0].tolist() == [-1 / world] * 4 + [0, -1] + [0] * 14
+
+
+def test_tables_of_some_ranks_and_of_all(on_ranks: RunRanks) -> None:
+    assert all(on_ranks(4, beside_a_table_of_a_part))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_torch_counts_no_step_without_a_backward_pass(method: str) -> None:
+    """Adam's bias correction depends on the number of steps."""
+    pair = Pair(nn.Embedding(50, 8), method, resident=50)
+    for step in range(6):
+        if step in (2, 3):
+            assert not pair.optimizer.square_norm()
+            pair.reference.step()
+            pair.optimizer.step()
+        else:
+            pair.backward(zipf(50, 20, step), step)
+            pair.step()
+    assert pair.weights_equal()
+
+
 def checkpointed(reentrant: bool) -> tuple[bool, bool]:
     """Train under activation checkpointing, which looks up again in the backward pass."""
     rank, _ = ranks()

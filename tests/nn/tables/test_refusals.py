@@ -150,13 +150,37 @@ def test_a_table_that_cannot_be(make: Callable[[], object], words: str) -> None:
         ({"weight_decay": 0.1}, "RowOptimizer.weight_decay: found 0.1; it moves rows"),
         ({"method": "sgd", "momentum": 0.9}, "momentum: found 0.9; it moves rows"),
         ({"method": "adam", "sparse_formula": True}, "the other methods have one formula"),
+        ({"betas": (0.9, 0.99)}, "; adagrad has none; leave it out"),
+        ({"method": "sgd", "eps": 1e-8}, "RowOptimizer.eps: found 1e-08; sgd has none"),
+        ({"method": "adam", "betas": (0.9, 1.0)}, "betas: found 1.0; expected 0 to below 1"),
+        ({"eps": -1e-8}, "RowOptimizer.eps: found -1e-08; expected 0 to below inf"),
+        ({"lr": -0.1}, "RowOptimizer.lr: found -0.1; expected 0 to below inf"),
     ],
 )
-def test_methods_that_move_other_rows(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_are_not_the_methods(settings: dict[str, Any], words: str) -> None:
     table = CachedEmbedding(5, 4, resident=5)
     with pytest.raises(ConfigError) as caught:
-        RowOptimizer([table], lr=0.1, **settings)
+        RowOptimizer([table], **{"lr": 0.1, **settings})
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["by step", "unscaled first"])
+def test_a_scaler_of_gradients(first: bool) -> None:
+    """It would divide the anchor's gradient, and rows would take steps 65,536 times as long."""
+    table = CachedEmbedding(5, 4, resident=5)
+    rows, scaler = RowOptimizer([table], lr=0.1), torch.amp.GradScaler("cpu")
+    before = table.full_weight()
+    assert before is not None
+    before = before.clone()
+    scaler.scale(table(torch.arange(3)).sum()).backward()
+    if first:
+        scaler.unscale_(rows)
+    with pytest.raises(ConfigError, match="found a GradScaler; rows have no loss scale; train in"):
+        scaler.step(rows)
+    assert torch.equal(table.host.states["weight"], before)
+    rows.zero_grad()
+    table(torch.arange(3)).sum().backward()
+    rows.step()
 
 
 def test_a_table_has_one_optimizer() -> None:

@@ -300,7 +300,8 @@ def copied() -> tuple[str, bool, float, list[str]]:
     torch.manual_seed(0)
     block = {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0}
     model = DistributedDataParallel(nn.Linear(64, 64))
-    assert hybridcomp.attach(model, block) is not None
+    first = hybridcomp.attach(model, block)
+    assert first is not None
     said = io.StringIO()
     with redirect_stdout(said):
         clone = copy.deepcopy(model)
@@ -313,6 +314,7 @@ def copied() -> tuple[str, bool, float, list[str]]:
         return found.clone()
 
     native = gradient()
+    assert not first.is_open, "a pass of the copy counts for the model"
     mean = torch.empty_like(native)
     dist.all_reduce(mean.copy_(native))
     attached = hybridcomp.attach(clone, block)

@@ -212,6 +212,7 @@ def partly() -> dict[str, str]:
     hybridcomp.attach(hook, DP)
     note("hook", lambda: hook.register_comm_hook(None, fp16_compress_hook))
     note("never attached", lambda: hybridcomp.detach(layers()))
+    note("a list", lambda: hybridcomp.attach([hook], DP))  # type: ignore[arg-type]
     return found
 
 
@@ -225,4 +226,5 @@ def test_what_is_attached_in_part_is_an_error(module_ranks: RunRanks) -> None:
         assert "fp16_compress_hook" in found["hook"] and "one communication hook" in found["hook"]
         assert "expected a model that is attached" in found["never attached"]
         assert "two roots" not in found
+        assert found["a list"].startswith("compression: found list; attach takes one model")
         assert all("\n" not in text for text in found.values())
