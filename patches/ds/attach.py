@@ -41,7 +41,7 @@ from hybridcomp.patches.ds.offload import nvme
 from hybridcomp.patches.ds.pipeline.pipe import PIPE, Pipe, close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.step_ends import at_the_end
-from hybridcomp.patches.ds.zero import node_sums, secondary
+from hybridcomp.patches.ds.zero import frozen, node_sums, secondary
 from hybridcomp.patches.rules import ds_check, neox
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.seams.arming import IN_PLACE
@@ -121,7 +121,7 @@ def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
             lacks = "that of DeepSpeed's configuration is not enabled"
         process.say_native("DeepSpeed's engine", lacks)
         process.mark_no_block()
-        layer_scope.tag(self, None)
+        _leave(self)
         describe_run(None)
     else:
         undo = ExitStack()
@@ -213,12 +213,24 @@ def _attach(
     session.warn(dtypes)
 
 
+def _leave(engine: Any) -> None:
+    """Make an engine without a block send all of its model natively.
+
+    Another engine, perhaps destroyed by now, may have had the model and tagged parts of it.
+    """
+    for tagged in (*engine.module.modules(), *engine.module.parameters()):
+        _tag(tagged, None)
+    layer_scope.tag(engine, None)
+    secondary.leave(engine)
+    frozen.leave(engine)
+
+
 def _tag(tagged: Any, channels: Channels | None) -> None:
     """Make ``tagged`` send through ``channels``; None: natively."""
     if channels is not None:
         setattr(tagged, ATTRIBUTE, channels)
-    elif hasattr(tagged, ATTRIBUTE):
-        delattr(tagged, ATTRIBUTE)
+    else:
+        vars(tagged).pop(ATTRIBUTE, None)
 
 
 def _meet(engine: Any, session: EngineSession, undo: ExitStack) -> None:

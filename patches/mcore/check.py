@@ -8,7 +8,7 @@ runs, with its configuration (``ddp``). The rules are in ``rules.mcore``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hybridcomp.channels import Channels
@@ -58,6 +58,20 @@ def check(
     rules = list(mcore.RULES)
     if (reason := missing("transformer_engine.pytorch")) is not None:
         rules.insert(0, mcore.out_of_reach(reason))
+    _hold(channels, rules, job)
+
+
+def check_optimizer(channels: Channels, config: Any) -> None:
+    """Check the block against the settings of an optimizer, as ``check`` does."""
+    lossy = engine.lossy(channels.config)
+    job = mcore.MegatronJob(config, None, "DistributedDataParallel", sizes(None), lossy=lossy)
+    _hold(channels, mcore.OPTIMIZERS, job)
+
+
+def _hold(
+    channels: Channels, rules: Iterable[engine.Rule[mcore.MegatronJob]], job: mcore.MegatronJob
+) -> None:
+    block = channels.config
     active = [name for name in DIMENSIONS if block.active(name)]
     for sentence in hold(block, ((rule, job) for rule in rules)):
         say_once(sentence)

@@ -231,13 +231,18 @@ def make_all_gather_into_tensor(
 
 @around
 def make_chained_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Check the block against a layer-wise optimizer, and count the weights that it gathers itself.
+    """Check the block against the optimizers, and count weights that a layer-wise one gathers.
 
-    That optimizer is a ChainedOptimizer; from 0.18 on it may gather whole buffers, which we encode.
+    A layer-wise optimizer is a ChainedOptimizer; from 0.18 on it may gather whole buffers, which we
+    encode.
     """
     original(self, *args, **kwargs)
     gather, channels = getattr(self, "allgather_params", None), current()
-    if channels is None or gather is None or getattr(self, "use_buffer_param_sync", False):
+    if channels is None:
+        return
+    for one in self.chained_optimizers:
+        check.check_optimizer(channels, getattr(one, "config", None))
+    if gather is None or getattr(self, "use_buffer_param_sync", False):
         return
     facts = SimpleNamespace(use_layer_wise_distributed_optimizer=True)
     job = mcore.MegatronJob(facts, None, "DistributedDataParallel", sizes())

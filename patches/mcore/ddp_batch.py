@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridcomp.channels import NAME, AllReduce, ReduceScatter, Shards
 from hybridcomp.channels.messages.parameter_deltas import GatherParameters
 from hybridcomp.channels.residuals.pieces import Piece, cut
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, ReduceScatterHandle
 from hybridcomp.patches.common import early_engines
 from hybridcomp.patches.common.collective_wrappers import flat
@@ -33,6 +34,11 @@ class CollectedCall:
     out: Tensor
     values: Tensor
     op: Any
+
+    def divide(self, group: dist.ProcessGroup | None) -> None:
+        """Divide the values by the number of ranks if upstream averages."""
+        if self.op == AVERAGE:
+            self.values.div_(dist.get_world_size(group))
 
 
 @dataclass
@@ -87,6 +93,7 @@ class BucketBatch:
             reduce = _Reduce(
                 numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
                 values=call.values.view(-1), async_op=self.async_ops, call=call, batch=self,
+                divides_first=channels["dp"].error_feedback,
             )  # fmt: skip
             channels["dp"].run(reduce, native=later, encoded=reduce.deliver)
         else:
@@ -94,6 +101,7 @@ class BucketBatch:
                 numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
                 shards=Shards(call.values.view(-1), call.out.numel()),
                 async_op=self.async_ops, call=call, batch=self,
+                divides_first=channels["dp"].error_feedback,
             )  # fmt: skip
             channels["dp"].run(scatter, native=later, encoded=scatter.deliver)
 
@@ -106,10 +114,22 @@ class BucketBatch:
 
 @dataclass(eq=False, kw_only=True)
 class _Reduce(AllReduce):
-    """All-reduce of a stretch of a gradient buffer."""
+    """All-reduce of a stretch of a gradient buffer.
+
+    ``divides_first``: average by dividing before the sum. Residuals then have the averaged
+    gradient's units, on any number of ranks, also where instances of the optimizer are averaged
+    one after the other.
+    """
 
     call: CollectedCall
     batch: BucketBatch
+    divides_first: bool
+
+    def load(self, codec: Codec) -> Tensor:
+        """Return the values, divided if upstream averages."""
+        if self.divides_first:
+            self.call.divide(self.group)
+        return super().load(codec)
 
     def pieces(self) -> list[Piece] | None:
         """Return the parameters in the stretch."""
@@ -118,20 +138,24 @@ class _Reduce(AllReduce):
     def deliver(self, handle: Handle) -> None:
         """Divide the sum if upstream averages."""
 
-        def divide() -> None:
-            self.call.values.div_(dist.get_world_size(self.group))
-
-        if self.call.op == AVERAGE:
-            handle.then(divide)
+        if not self.divides_first:
+            handle.then(partial(self.call.divide, self.group))
         self.batch.waits.append(handle.wait)
 
 
 @dataclass(eq=False, kw_only=True)
 class _Scatter(ReduceScatter):
-    """Reduce-scatter of a gradient buffer."""
+    """Reduce-scatter of a gradient buffer; ``divides_first`` as in ``_Reduce``."""
 
     call: CollectedCall
     batch: BucketBatch
+    divides_first: bool
+
+    def load(self, codec: Codec) -> Sequence[Tensor]:
+        """Return the shards, divided if upstream averages."""
+        if self.divides_first:
+            self.call.divide(self.group)
+        return super().load(codec)
 
     def pieces(self) -> list[list[Piece]] | None:
         """Return the parameters in each rank's shard."""
@@ -143,11 +167,11 @@ class _Scatter(ReduceScatter):
 
     def deliver(self, handle: ReduceScatterHandle) -> None:
         """Write this rank's sum into upstream's output, divided if upstream averages."""
-        call, world_size = self.call, len(self.shards)
+        call, divides_last = self.call, self.call.op == AVERAGE and not self.divides_first
 
         def write() -> None:
             total = handle.wait()
-            call.out.copy_(total.div_(world_size) if call.op == AVERAGE else total)
+            call.out.copy_(total.div_(len(self.shards)) if divides_last else total)
 
         handle.then(write)
         self.batch.waits.append(handle.wait)

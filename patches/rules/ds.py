@@ -164,8 +164,8 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         lambda job: job.is_one_bit,
     ),
     Rule(
-        "bypass", ("zero",), '"zero_optimization.stage3_use_all_reduce_for_fetch_params": true',
-        "parameters then arrive by all-reduce and not by all-gather",
+        "refuse", ("zero",), '"zero_optimization.stage3_use_all_reduce_for_fetch_params": true',
+        "parameters then arrive by all-reduce, except those that are fetched alone",
         "remove stage3_use_all_reduce_for_fetch_params",
         lambda job: job.stage == 3
         and job.zero("use_all_reduce_for_fetch_params")

@@ -63,6 +63,15 @@ class MegatronJob:
         return any(int(self.get(name) or 1) > 1 for name in sizes)
 
     @property
+    def masters_in_weights(self) -> bool:
+        """Return whether the optimizer keeps only what its weights have beyond the model's."""
+        asked = bool(self.get("use_precision_aware_optimizer", False))
+        # masters of most 8-bit weights are Megatron's own
+        asked = asked and bool(self.get("use_precision_aware_optimizer_no_fp8_or_ds_fp8", True))
+        kept_apart = self.get("optimizer_cpu_offload", False) or not self.get("bf16", False)
+        return asked and not kept_apart and bool(self.get("store_param_remainders", False))
+
+    @property
     def transformer_engine(self) -> bool:
         """Return whether the model has layers of Transformer Engine."""
         return "transformer_engine" in self.homes
@@ -101,7 +110,17 @@ _COUNTED: tuple[tuple[str, str, Callable[[MegatronJob], bool]], ...] = (
     ("qk_clip", "set it to False", lambda job: bool(job.get("qk_clip", False))),
 )  # fmt: skip
 
-#: rule of the layer-wise optimizer, which is built after the wrapper has been checked
+#: rules of an optimizer's settings; it is built after the wrapper has been checked
+OPTIMIZERS: tuple[Rule[MegatronJob], ...] = (
+    Rule(
+        "refuse", ("zero",), "a lossy codec with use_precision_aware_optimizer",
+        "with store_param_remainders the gathered bf16 weights are half of the optimizer's own, "
+        "and each step would lose digits",
+        "set store_param_remainders to False or use a lossless codec",
+        lambda job: job.masters_in_weights and "zero" in job.lossy,
+    ),
+)  # fmt: skip
+#: rule of the layer-wise optimizer, which shows by its class
 LAYER_WISE: tuple[Rule[MegatronJob], ...] = (
     Rule(
         "bypass", ("zero",), "use_layer_wise_distributed_optimizer",
@@ -198,6 +217,7 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         lambda job: torch.float32 in job.dtypes and "zero" in job.lossy
         and bool(job.get("use_distributed_optimizer", False)),
     ),
+    *OPTIMIZERS,
     Rule(
         "refuse", ("zero",), '"delta": true with reuse_grad_buf_for_mxfp8_param_ag',
         "gradients overwrite the gathered parameters, so that ranks keep nothing to add deltas to",

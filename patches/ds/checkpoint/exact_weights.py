@@ -25,6 +25,7 @@ from hybridcomp.channels.messages import delta_references
 from hybridcomp.job import saved, small_messages
 from hybridcomp.log import say
 from hybridcomp.patches.ds.offload import offload_sums
+from hybridcomp.patches.ds.pipeline import tied_weights
 from hybridcomp.patches.ds.zero import frozen, secondary
 
 WHAT = "parameter references beside the checkpoint"
@@ -52,6 +53,7 @@ def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
         decode_parameters(engine, channels)
         if channels["zero"].delta:
             _spread(engine, channels)
+        tied_weights.equalize(engine, channels)
 
 
 def decode_parameters(engine: Any, channels: Channels) -> None:
@@ -75,6 +77,7 @@ def resume(folder: Path, engine: Any, channels: Channels) -> None:
     decode_parameters(engine, channels)
     if channels["zero"].delta and _saves(engine, channels):
         _load(folder, engine, channels)
+    tied_weights.equalize(engine, channels)
 
 
 def check(folder: Path, channels: Channels) -> None:

@@ -13,8 +13,9 @@ buckets differently and a codec's error depends on the layout:
   gradients (no ZeRO, BF16_Optimizer), the two are swapped: sums commute, and the replicas then
   decode the same payloads as the last operation, without extra bytes;
 * ZeRO-1 keeps only slices of the gradients, and gathers parameters after the step. There
-  upstream's ``_synchronize_tied_weights`` broadcasts the first replica after the step; the ledger
-  counts it as wire bytes that native would not have sent.
+  upstream's ``_synchronize_tied_weights`` broadcasts the first replica after the step, and wherever
+  checkpoints fill the weights from the masters again; the ledger counts it as wire bytes that
+  native would not have sent. With deltas the other replicas keep what the gather left in a copy.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import NAME, Channel, Channels, channels_of
@@ -41,6 +43,8 @@ DUALPIPEV = Seam(
 
 #: distinguishes this sum's residuals from those of the data-parallel reduction after it
 SUFFIX = "#tied"
+#: attribute of an engine: tied weights, and their values before the last broadcast
+BEFORE = "_hybridcomp_tied_before"
 
 Executor = Callable[..., None]
 
@@ -73,10 +77,11 @@ def make_instruction_map(original: dict[type, Executor]) -> InstructionMap:
             reduce_tied_grads(self, channels["dp"], reduce_tied)
 
     def _exec_optimizer_step(self: Any, lr_kwargs: Any = None) -> None:
+        put_back(self)
         optimizer_step(self, lr_kwargs)
         channels = channels_of(self)
-        if channels is not None and drifts(self, channels):
-            synchronize(self, channels)
+        if channels is not None:
+            equalize(self, channels)
 
     return InstructionMap(
         {
@@ -131,9 +136,18 @@ def sums_after(engine: Any, channels: Channels) -> bool:
     return channels.lossy("dp") and engine.is_data_parallel and not _sliced(engine)
 
 
+def equalize(engine: Any, channels: Channels) -> None:
+    """Broadcast tied weights that each stage has got from masters of its own, if these drift.
+
+    That is after a step, a load, and the decoding of weights behind a save.
+    """
+    if drifts(engine, channels):
+        synchronize(engine, channels)
+
+
 def drifts(engine: Any, channels: Channels) -> bool:
-    """Return whether replicas need a broadcast after the step; equal on every rank."""
-    if not engine.is_data_parallel or not engine.module.tied_comms:
+    """Return whether replicas of tied weights need a broadcast; equal on every rank."""
+    if not getattr(engine.module, "tied_comms", None) or not engine.is_data_parallel:
         return False
     sliced = _sliced(engine)
     gathered = sliced or engine.using_bf16_optimizer
@@ -147,12 +161,23 @@ def _sliced(engine: Any) -> bool:
 
 def synchronize(engine: Any, channels: Channels) -> None:
     """Broadcast the first replica of every tied weight to the others (mutates them)."""
+    before = []
     for weight, group in engine.module.get_tied_weights_and_groups():
         meter = channels["dp"].meter(weight.device)
         if dist.get_rank(group) == 0:
             meter.sent((dist.get_world_size(group) - 1) * weight.nbytes)
+        elif channels["zero"].delta:
+            before.append((weight, weight.detach().clone()))
         channels.ledger.record(("dp", "forward"), 0, meter)
+    setattr(engine, BEFORE, before)
     engine.module._synchronize_tied_weights()
+
+
+def put_back(engine: Any) -> None:
+    """Give tied weights their values before the last broadcast, to which gathers add deltas."""
+    with torch.no_grad():
+        for weight, values in vars(engine).pop(BEFORE, ()):
+            weight.copy_(values)
 
 
 def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:

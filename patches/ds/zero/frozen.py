@@ -240,11 +240,16 @@ def make_partition_param(
     original(self, param, buffer, has_been_updated, free_data)
 
 
+def leave(engine: Any) -> None:
+    """Drop the kept weights of an engine that had the model before."""
+    before = weights_of(engine.module.parameters())
+    if before is not None:
+        before.leave()
+
+
 def attached(engine: Any, channels: Channels) -> None:
     """Keep the frozen weights of an engine from their first gather on."""
-    before = weights_of(engine.module.parameters())
-    if before is not None:  # left by an engine that had the model before
-        before.leave()
+    leave(engine)
     if channels.config.zero.keeps_frozen is not None and not keep(engine, channels):
         say("zero: no parameter is frozen, so none is kept")
 

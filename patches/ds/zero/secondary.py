@@ -361,11 +361,18 @@ def give_size(config: Any, block: CompressionConfig | None) -> None:
         say(f"zero: {SIZE} is {width}, the ranks of a node (by {nodes.source})")
 
 
+def leave(engine: Any) -> None:
+    """Drop the copies of an engine that had the model before; the next gathers are upstream's."""
+    for param in engine.module.parameters():
+        vars(param).pop(ATTRIBUTE, None)
+
+
 def attached(engine: Any, channels: Channels) -> None:
     """Follow the secondary tensors of an engine; a collective if the block asks for copies.
 
     Raises ConfigError, on all ranks, if DeepSpeed keeps none.
     """
+    leave(engine)
     settings = channels.config.zero
     if not settings.keeps_copy:
         return

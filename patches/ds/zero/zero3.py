@@ -10,21 +10,32 @@ several shards would be shorter than the first, so that one launch encodes all s
 divided by the number of ranks before the sum, as in upstream.
 
 Not covered: ``reduce_scatter: false`` and qgZ, which the check of the config refuses or announces.
+Where upstream calls the seam even then (parameters larger than a bucket; qgZ on one node),
+gradients stay native and are counted, and so are the buckets of ``reduce_scatter: false``.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, ReduceScatter, channels_of, native_nbytes
+from hybridcomp.channels import (
+    NAME,
+    AllReduce,
+    Channel,
+    Channels,
+    ReduceScatter,
+    channels_of,
+    native_nbytes,
+)
 from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle, Shards
@@ -44,9 +55,25 @@ AVG_SCATTER = Seam(
     ("self", "params_to_reduce", "communication_data_type"),
 )
 
-#: the channel, the parameters whose gradients are being reduced, and whether this reduction is the
-#: parameters' last one before the optimizer step
-_REDUCING: Scope[tuple[Channel, Sequence[Any], bool] | None] = Scope("stage3", None)
+#: method of the optimizer that all-reduces whole buckets (``reduce_scatter: false``)
+WHOLE = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
+
+
+class _Reducing(NamedTuple):
+    """The reduction under way.
+
+    Attributes:
+        crosses: whether it is the parameters' last one before the optimizer step.
+        native: whether the job was told that gradients stay native.
+    """
+
+    channel: Channel
+    params: Sequence[Any]
+    crosses: bool
+    native: bool
+
+
+_REDUCING: Scope[_Reducing | None] = Scope("stage3", None)
 
 
 @around
@@ -60,7 +87,9 @@ def make_avg_scatter_grads(
     channels = channels_of(self)
     reducing = None
     if channels is not None:
-        reducing = channels["dp"], params_to_reduce, node_sums.crosses(self)
+        native = _in_whole_buckets(self) or self.all2all_process_group is not None
+        crosses = node_sums.crosses(self)
+        reducing = _Reducing(channels["dp"], params_to_reduce, crosses, native)
     with _REDUCING.inside(reducing):
         return original(self, params_to_reduce, communication_data_type)
 
@@ -73,16 +102,18 @@ def make_reduce_scatter_coalesced(
     reducing = _REDUCING.get()
     if reducing is None:
         return original(tensors, group)
-    channel, params, crosses = reducing
+    channel = reducing.channel
     message = _Gradients(
         numel=sum(tensor.numel() for tensor in tensors),
         dtype=tensors[0].dtype,
         group=group,
         tensors=tensors,
-        params=params,
+        params=reducing.params,
         in_fp32=channel.error_feedback,
-        crosses=crosses,
+        crosses=reducing.crosses,
     )
+    if reducing.native:
+        return channel.run_native(message, lambda: original(tensors, group))
     return channel.run(message, native=lambda: original(tensors, group), encoded=message.finish)
 
 
@@ -214,7 +245,29 @@ def _chunk(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
+def _in_whole_buckets(optimizer: Any) -> bool:
+    return bool(optimizer.contiguous_gradients) and not optimizer.reduce_scatter
+
+
+def attached(engine: Any, channels: Channels) -> None:
+    """Count the buckets that an optimizer all-reduces natively, because the settings ask for it."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, WHOLE) or not _in_whole_buckets(optimizer):
+        return
+    original, channel = getattr(type(optimizer), WHOLE), channels["dp"]
+    here = weakref.proxy(optimizer)
+
+    def counted(buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        group = here.ipg_buckets[dtype].process_group
+        message = AllReduce(numel=buffer.numel(), dtype=dtype, group=group)
+        found: list[Tensor] = channel.run_native(message, lambda: original(here, buffer, dtype))
+        return found
+
+    setattr(optimizer, WHOLE, counted)
+
+
 COVERS = ("dp",)
+ATTACHED = attached
 PATCHES = (
     (REDUCE_SCATTER, make_reduce_scatter_coalesced),
     (AVG_SCATTER, make_avg_scatter_grads),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from hybridcomp.channels import Channels, channels_of
+from hybridcomp.patches.ds.zero import frozen, secondary
 from hybridcomp.session import process
 from tests.ranks import run_ranks
-from tests.training.trainer import Job, make_engine, train_step
+from tests.training.trainer import Job, Tiny, make_engine, train_step
 
 BLOCK: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
@@ -72,3 +74,45 @@ def test_destroyed_engines_are_gone(tmp_path: Path) -> None:
     ledgers = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
     assert len(ledgers) == 3 * RUNS
     assert all('"summary": true' in lines[-1] for lines in ledgers)  # written when destroyed
+
+
+SECONDARY = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+
+
+def share(blocks: list[dict[str, Any]]) -> list[tuple[bool, bool]]:
+    """Build two engines on one model, the first with a block that compresses ``zero``.
+
+    Returns, for the second with the same block but not enabled and with another one, whether the
+    first one's channels still send, and whether parameters hold state of it.
+    """
+    found = []
+    for block in blocks:
+        for second in ({**block, "enabled": False}, {"dp": "none", "zero": {"codec": "expcode"}}):
+            job = Job(stage=3, dtype="bf16", zero=SECONDARY, block={"min_bytes": 0, **block})
+            other = replace(job, block=second)
+            model = Tiny()
+            model.outer.requires_grad_(False)
+            engine = make_engine(job, model)
+            train_step(engine, job, 0)
+            channels: Any = channels_of(engine)
+            before = channels.ledger.interval["zero", "forward"].messages
+            assert before > 0
+            engine.destroy()
+            engine = make_engine(other, model)
+            train_step(engine, other, 1)
+            sends = channels.ledger.interval["zero", "forward"].messages > before
+            kept = (secondary.copies_of, frozen.weights_of)
+            found.append((sends, any(of(model.parameters()) is not None for of in kept)))
+            engine.destroy()
+    return found
+
+
+def test_an_engine_sends_nothing_by_the_block_of_an_earlier_one_of_its_model() -> None:
+    """At stage 3 an engine's channels hang on the model's parameters, which a second one gets."""
+    blocks = [
+        {"zero": {"codec": "blockint", "bits": 8}},
+        {"zero": {"secondary": "exact"}, "hierarchy": 2},
+        {"zero": {"frozen": "device"}},
+    ]
+    for found in run_ranks(4, share, blocks, timeout=600.0):
+        assert found == [(False, False)] * 2 * len(blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,10 @@ from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.collectives import Handle, Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.patches.ds.pipeline import tied_weights
+from tests.ranks import RunRanks
 from tests.stand_ins.process_groups import fake_group
+from tests.training.in_turn import digest, start_deepspeed
+from tests.training.pipe_trainer import Job, batches, build, ds_config
 
 LOSSY = {"codec": "blockint", "bits": 4}
 
@@ -129,3 +133,43 @@ def test_weight_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine({"dp": LOSSY}, is_data_parallel=False)
     engine.weight.grad = None
     assert run(engine, monkeypatch) == ["tied", "grads", "step"]  # upstream skips it too
+
+
+def fill_again(zero: dict[str, Any], folder: Path) -> tuple[list[str], int]:
+    """Return digests of this rank's tied weight, after steps, a save, and a load; and how many
+    gathers of the steps were native.
+    """
+    import deepspeed
+
+    import hybridcomp
+
+    start_deepspeed()
+    hybridcomp.install()
+    job = Job(tied=True, bf16=True, zero=1, block={"dp": LOSSY, "zero": zero, "min_bytes": 0})
+    torch.manual_seed(0)
+    engine, *_ = deepspeed.initialize(model=build(job, []), config=ds_config(job, 2))
+    data = batches(job, engine.grid.get_data_parallel_id())
+
+    def tied() -> str:
+        (found,) = (p for n, p in engine.module.named_parameters() if n.startswith("tied_modules"))
+        return digest(found)
+
+    for _ in range(3):
+        engine.train_batch(data)
+    digests, native = [tied()], getattr(engine, ATTRIBUTE).ledger.interval["zero", "forward"].native
+    engine.save_checkpoint(str(folder))
+    digests.append(tied())
+    engine.load_checkpoint(str(folder))
+    digests.append(tied())
+    engine.destroy()
+    return digests, int(native)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_replicas_whose_masters_drift_stay_equal(
+    module_ranks: RunRanks, tmp_path: Path, delta: bool
+) -> None:
+    """Checkpoints fill the weights from the masters; deltas need what the gathers left there."""
+    found = module_ranks(4, fill_again, {**LOSSY, "delta": delta}, tmp_path)
+    assert len({one for digests, _ in found for one in digests}) == 1, found
+    assert {native for _, native in found} == {int(delta)}  # the first gather of deltas is exact

@@ -18,7 +18,16 @@ if find_spec("deepspeed") is None:  # importing it here would take longer than t
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from tests.selection import by_day
-from tests.training.trainer import Job, make_engine, parameters, run, train, train_step
+from tests.training.trainer import (
+    BUCKET,
+    Job,
+    Tiny,
+    make_engine,
+    parameters,
+    run,
+    train,
+    train_step,
+)
 
 BLOCKINT4 = {"codec": "blockint", "bits": 4}
 BLOCKINT8 = {"codec": "blockint", "bits": 8}
@@ -278,3 +287,21 @@ def test_unknown_paths_of_gradients_are_refused(module_ranks: RunRanks, key: str
         assert message == ""
     for message, _ in module_ranks(2, unknown_path, {key: False}, "error"):
         assert message.startswith("compression.dp: ") and "without a seam" in message
+
+
+@pytest.mark.parametrize("key", ["reduce_scatter", "zero_quantized_gradients"])
+def test_paths_of_stage_3_that_are_said_to_be_native_are(module_ranks: RunRanks, key: str) -> None:
+    """Upstream reduce-scatters even then: parameters larger than a bucket, and with qgZ on one node
+    all of them.
+    """
+    whole = key == "reduce_scatter"
+    job = Job(3, steps=2, zero={key: not whole})
+    block = {"dp": BLOCKINT8, "min_bytes": 0, "on_unsupported": "native"}
+    for plain, ours in module_ranks(2, run, [job, replace(job, block=block)]):
+        assert ours.losses == plain.losses
+        messages, native, raw, wire = ours.ledger["dp"]
+        assert messages == native > 0
+        # two ranks send each gradient once in an all-reduce, half of it in a reduce-scatter
+        sizes = [p.numel() for p in Tiny().parameters()]
+        sent = [n if whole and n < BUCKET else -(-n // 2) for n in sizes]
+        assert raw == wire == job.steps * 4 * sum(sent)

@@ -13,14 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hybridcomp
-from hybridcomp.channels import Channels
+from hybridcomp.channels import NAME, Channels
 from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.quantized_residual import as_fp32
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import attach
+from hybridcomp.patches.mcore.ddp_batch import BucketBatch, CollectedCall
 from hybridcomp.session import process
 from tests.ranks import RunRanks, run_ranks
 
@@ -254,3 +256,43 @@ def test_state_needs_a_block() -> None:
     for call in (hybridcomp.save_state, hybridcomp.load_state):
         with pytest.raises(ConfigError, match="no block"):
             call("anywhere")
+
+
+def average(kind: Any) -> tuple[float, float]:
+    """Average a bucket as with ``average_in_collective``; return the largest value of the mean, and
+    of what of it is neither in the sum nor in the residuals.
+    """
+    channels = Channels(CompressionConfig.parse({**FEEDBACK, "min_bytes": 0}))
+    process.use(channels)
+    rank, size, numel = dist.get_rank(), dist.get_world_size(), 128
+    buffer = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    mean = buffer / size
+    dist.all_reduce(mean)
+    weight: Any = torch.nn.Parameter(torch.zeros(numel))
+    weight.main_grad = buffer
+    setattr(weight, NAME, "weight")
+    group = SimpleNamespace(buckets=[SimpleNamespace(grad_data=buffer, params_list=[weight])])
+    own = slice(rank * numel // size, (rank + 1) * numel // size)
+    out = buffer if kind == "all_reduce" else buffer[own]
+    world: Any = dist.group.WORLD
+    batch = BucketBatch(world, False, group)
+    batch.calls.append(CollectedCall(kind, lambda: None, out, buffer, dist.ReduceOp.AVG))
+    batch.launch(contextlib.nullcontext, None)
+    batch.wait()
+    left = torch.zeros(numel)
+    for (_, pieces), held in channels.residuals._stretches.items():
+        flat, start = as_fp32(held.flat), 0
+        for piece in pieces:
+            if piece.name:
+                left[piece.offset :][: piece.numel] += flat[start:][: piece.numel]
+            start += piece.numel
+    dist.all_reduce(left)
+    lacks = mean - left - buffer if kind == "all_reduce" else (mean - left)[own] - out
+    return float(mean.abs().max()), float(lacks.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+def test_residuals_of_averages_are_averages(module_ranks: RunRanks, kind: str) -> None:
+    """They stay valid on other numbers of ranks, and where instances are averaged in turn."""
+    for largest, lacks in module_ranks(2, average, kind):
+        assert lacks < 1e-5 * largest

@@ -12,7 +12,7 @@ from hybridcomp.channels import Channels, Posted
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import check as mcore_refuse
-from hybridcomp.patches.mcore import pipeline, pipeline_message
+from hybridcomp.patches.mcore import ddp, pipeline, pipeline_message
 from hybridcomp.patches.rules import mcore
 from hybridcomp.session import process
 from tests.stand_ins.process_groups import fake_group
@@ -129,6 +129,25 @@ def test_bypass_errors_or_is_said(
         return  # that graph contains every message of the step
     other = "pp" if dimension != "pp" else "dp"
     assert check(monkeypatch, {other: B8}, **{**job, "wrapper": DistributedDataParallel}) == []
+
+
+def test_weights_that_are_half_of_the_masters_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather writes its decoded values into them, from which the optimizer steps."""
+
+    def made(zero: dict[str, Any], **settings: Any) -> None:
+        names = ("use_precision_aware_optimizer", "store_param_remainders", "bf16")
+        config = SimpleNamespace(**{**dict.fromkeys(names, True), **settings})
+        channels = Channels(CompressionConfig.parse({"zero": zero}))
+        monkeypatch.setattr(ddp, "current", lambda: channels)
+        init = ddp.make_chained_init(lambda self, every: setattr(self, "chained_optimizers", every))
+        init(SimpleNamespace(), [SimpleNamespace(config=config)])
+
+    monkeypatch.setattr(mcore_refuse, "sizes", lambda given: SIZES)
+    with pytest.raises(ConfigError, match="a lossy codec with use_precision_aware_optimizer"):
+        made(B8)
+    made({"codec": "expcode"})
+    made(B8, store_param_remainders=False)
+    made(B8, use_precision_aware_optimizer_no_fp8_or_ds_fp8=False)
 
 
 @pytest.mark.parametrize("axis", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
