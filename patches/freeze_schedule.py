@@ -64,6 +64,7 @@ class FreezeSchedule:
         self._squares: list[Tensor] = []
         self._hooks: list[Any] = []
         self._check()
+        self._listen_if_due()
 
     def _check(self) -> None:
         count = len(self._blocks)
@@ -109,8 +110,7 @@ class FreezeSchedule:
         if wanted > before:
             frozen.freeze(self._engine, [one for n in range(before, wanted)
                                          for one in _each(self._blocks[n])])  # fmt: skip
-        if self.every and self.norms and (self.taken + 1) % self.every == 0:
-            self._listen()
+        self._listen_if_due()
         return max(before, wanted)
 
     def _wanted(self, before: int) -> int:
@@ -122,8 +122,12 @@ class FreezeSchedule:
         norms = self._norms() if self.norms and self._squares else None
         return target(len(self._blocks), before, self.alpha, norms)
 
+    def _listen_if_due(self) -> None:
+        """Sum the squared gradients of the next step, by block, if a decision follows it."""
+        if self.every and self.norms and (self.taken + 1) % self.every == 0:
+            self._listen()
+
     def _listen(self) -> None:
-        """Sum the squared gradients of the next step, by block."""
         self._squares = [
             torch.zeros((), device=default_device(), dtype=torch.float32) for _ in self._blocks
         ]
@@ -174,6 +178,7 @@ class FreezeSchedule:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from what ``state_dict`` returned."""
         self.taken = int(state["taken"])
+        self._listen_if_due()
 
 
 def _each(block: What) -> list[Any]:

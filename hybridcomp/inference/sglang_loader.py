@@ -8,6 +8,7 @@ its own receiver and loads changed parameters as SGLang loads those of a checkpo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,8 +32,8 @@ LOADER = "hybridcomp.inference.sglang_loader.load"
 MESSAGE = "__hybridcomp__"
 #: attribute of a model that holds its follower, so that both are freed together
 KEPT = "_hybridcomp_follower"
-#: parts of the class names of draft models, to which SGLang passes every update, too
-DRAFTS = ("Eagle", "EAGLE", "NextN", "MTP")
+#: class names of draft models, to which SGLang passes every update, too
+DRAFTS = re.compile(r"Eagle3.*|.*(Eagle3?|NextN|MTP)")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     line and before anything is written, if the version cannot be loaded completely.
     """
     said = _announced(named_tensors)
-    if any(part in type(model).__name__ for part in DRAFTS):
+    if DRAFTS.fullmatch(type(model).__name__):
         say_once(f"sglang: the draft {type(model).__name__} keeps its weights", anywhere=True)
         return
     kept = vars(model).get(KEPT)

@@ -106,11 +106,12 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if is_rollout:
             if self._receiver is None:
                 self._receiver = WeightReceiver(self._to)
-            self._before = max(manifests_in(folder_of(self._to)), default=0)
+            there = max(manifests_in(folder_of(self._to)), default=0)
             try:
                 self._receiver.update()
             except DamagedVersion as error:
                 say(f"verl: {error}", anywhere=True)
+            self._before = max(there, self._receiver.version)
 
     def finalize(self) -> None:
         """Do nothing: the next sync reuses mirror and copies."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.mirror import CheckedVersion, Mirror, stage
 from hybridcomp.publishing.quantized import unpacked
 from hybridcomp.publishing.records import DamagedVersion, Manifest, table_digest
-from hybridcomp.publishing.socket_stream import TwoWay
+from hybridcomp.publishing.socket_stream import TwoWay, is_plain_socket
 from hybridcomp.publishing.sources import FolderSource, Offer, Source
 from hybridcomp.publishing.stream_sources import StreamSource
 from hybridcomp.publishing.weights import FP32, PATTERNS, Table
@@ -273,7 +272,7 @@ def _source_of(source: Any, weights: int | None) -> Source:
         return FolderSource(folder_of(source))
     if isinstance(source, dist.ProcessGroup):
         return GroupSource(source, weights)
-    if isinstance(source, socket.socket):
+    if is_plain_socket(source):
         return StreamSource(TwoWay(source), weights)
     if callable(getattr(source, "read", None)):
         return StreamSource(source, weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,13 @@ def _connected() -> Iterator[None]:
             f"the other side of the socket is gone ({error.strerror or error}): connect again, and "
             "make a new publisher and a new WeightReceiver"
         ) from None
+
+
+def is_plain_socket(value: object) -> bool:
+    """Return whether ``TwoWay`` takes a socket; with TLS it is a stream with ``read`` and
+    ``write``.
+    """
+    return isinstance(value, socket.socket) and not isinstance(value, ssl.SSLSocket)
 
 
 class TwoWay:

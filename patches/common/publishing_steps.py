@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import socket
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from hybridcomp.publishing.destinations import Destination, Folder, folder_of
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.publishing.groups import GroupDestination
 from hybridcomp.publishing.quantized import quantized
-from hybridcomp.publishing.socket_stream import STILL_S, TwoWay
+from hybridcomp.publishing.socket_stream import STILL_S, TwoWay, is_plain_socket
 from hybridcomp.publishing.streams import Stream
 from hybridcomp.publishing.weights import named
 from hybridcomp.session.engine_session import EngineSession
@@ -91,7 +90,7 @@ def destination_of(
         return _of_group(to, weights) if first else Stream(None, weights.ranks)
     if not first and to in (None, dist.GroupMember.NON_GROUP_MEMBER):
         return Stream(None, weights.ranks)
-    if isinstance(to, socket.socket):
+    if is_plain_socket(to):
         return Stream(TwoWay(to, still_s), weights.ranks)
     if callable(getattr(to, "write", None)):
         return Stream(to, weights.ranks)

@@ -154,8 +154,7 @@ class Attached:
             if self._unseen.stepped_since_begin(self.channels.passes, self.optimizer_calls > 0):
                 self.stepped()
         if not self.is_open:
-            self._say_if_forgetful()
-            self.session.before_step()
+            self._begin()
         restarts = self._may_validate and trains and not self._has_reduced
         if restarts:
             self.channels.tuner.reopen_step()
@@ -163,6 +162,10 @@ class Attached:
             self.session.begin_step()
         self._may_validate = not trains and (self._may_validate or not self.is_open)
         self.is_open = True
+
+    def _begin(self) -> None:
+        self._say_if_forgetful()
+        self.session.before_step()
 
     def _say_if_forgetful(self) -> None:
         """Print which state restarts because weights were loaded without it."""
@@ -174,6 +177,9 @@ class Attached:
 
     def reduced(self) -> None:
         """Record that gradients are being reduced, before a message takes their residuals."""
+        if not self.is_open and not self._uneven():
+            self._begin()  # no hook has seen the pass (``register_fsdp_forward_method``)
+            self.is_open = True
         if not self._has_reduced:
             self.loss_scale.before_messages()
             self._alone.clear()

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.patches.common.parameter_names import named_once, plain_name
 from hybridcomp.patches.torch.weights import members_of, mesh_ranks, unmanaged
 from hybridcomp.sync import Masters
 from hybridcomp.sync.kept_gradients import KeptGradients, before_leaves
@@ -101,7 +101,7 @@ def _gradients(one: Any) -> list[Tensor | None]:
 
 
 def _name(place: int, one: Any) -> str:
-    return str(one._param_fqn or place)
+    return plain_name(str(one._param_fqn or place))
 
 
 def _local(one: Any) -> Tensor:

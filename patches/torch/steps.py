@@ -13,6 +13,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
@@ -89,13 +90,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Count the step of every model whose optimizers have stepped, even if counting one fails."""
     for attached in _owners(optimizer):
         attached.called(optimizer)
     if optimizer_steps.is_inside_another():
         return
-    for attached in models():
-        if attached.is_due:
-            attached.stepped()
+    with ExitStack() as steps:
+        for attached in reversed(models()):
+            if attached.is_due:
+                steps.callback(attached.stepped)
 
 
 def _owners(optimizer: Any) -> list[Attached]:

@@ -620,11 +620,15 @@ def scheduled_one(case: Case) -> tuple[list[int], list[Any], list[str]]:
             counts.append(given.step())
         hybridcomp.thaw(engine)
         rule = hybridcomp.FreezeSchedule(engine, list("0123"), every=2, alpha=0.5, most=2)
-        decide = Mock(side_effect=[1, 2])
+        decide = Mock(side_effect=[1, 2, 2])
         with patch("hybridcomp.patches.freeze_schedule.target", decide):
             for step in range(5, 11):
                 one_step(case, engine, optimizer, step)
                 counts.append(rule.step())
+            resumed = hybridcomp.FreezeSchedule(engine, list("0123"), every=2)
+            resumed.load_state_dict({"taken": 1})  # saved one step before a decision
+            one_step(case, engine, optimizer, 11)
+            counts.append(resumed.step())
         settings: list[dict[str, Any]] = [
             {}, {"every": 2, "alpha": 1.0}, {"every": 0}, {"every": 2, "most": 4},
             {"steps": {1: 3, 2: 1}},
@@ -641,8 +645,8 @@ def test_a_schedule_freezes_the_front(outcomes: Trained) -> None:
     first, second = outcomes.pool.run(scheduled)
     assert first == second
     for counts, norms, wrong in first:
-        assert counts == [0, 1, 1, 3, 3, 0, 1, 1, 2, 2, 2]
-        assert [len(one) for one in norms] == [LAYERS] * 2
+        assert counts == [0, 1, 1, 3, 3, 0, 1, 1, 2, 2, 2, 2]
+        assert [len(one) for one in norms] == [LAYERS] * 3
         assert all(value > 0 for value in norms[0]) and norms[1][0] == 0 < norms[1][1]
         keys = ["FreezeSchedule: ", "alpha: found 1.0", "every: found 0", "most: found 4", "steps"]
         assert all(key in text for key, text in zip(keys, wrong, strict=True)), wrong

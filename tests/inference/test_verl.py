@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,6 +118,12 @@ def test_a_damaged_version_does_not_stop_the_next_sync(
     assert list(tmp_path.glob("ask_full.*")) and rollout._before == 2
     on_ranks(2, send, str(tmp_path), 3, 3)
     assert received(rollout) == bits(values_of(3).items())
+    for path in (tmp_path / "parts", *tmp_path.glob("*.json")):  # the actors begin anew
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    rollout.init_process_group(is_rollout=True)
+    on_ranks(2, send, str(tmp_path), 1, 1)
+    with pytest.raises(PublishError, match="another job writes here"):
+        received(rollout)
 
 
 def another_export(to: str) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from hybridcomp.publishing import Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import ASKS, Folder
 from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.mirror import Change
-from hybridcomp.publishing.socket_stream import TwoWay
+from hybridcomp.publishing.socket_stream import TwoWay, is_plain_socket
+from hybridcomp.publishing.stream_sources import StreamSource
 from tests.publishing.made import (
     Weights,
     copy_of,
@@ -329,6 +331,17 @@ def test_a_version_that_comes_in_pieces_is_waited_for(
     sender.start()
     assert received(there).version == 1
     sender.join()
+    here.close()
+    there.close()
+
+
+def test_a_socket_with_tls_is_a_stream() -> None:
+    """It takes no flags of ``send``, and its bytes are not those that ``poll`` sees."""
+    tls = ssl.SSLSocket.__new__(ssl.SSLSocket)
+    receiver = WeightReceiver(tls)
+    assert isinstance(receiver._source, StreamSource) and receiver._source._stream is tls
+    here, there = socket.socketpair()
+    assert is_plain_socket(here) and not is_plain_socket(tls)
     here.close()
     there.close()
 

@@ -21,6 +21,7 @@ from hybridcomp.channels.memory_use import note_tables
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.dimensions import Dimension
+from hybridcomp.patches.common.parameter_names import plain_name
 from hybridcomp.patches.torch import rules, steps, torch_versions, trained_set
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.ddp import slot as ddp_slot
@@ -47,9 +48,11 @@ def attach(
         return None
     torch_versions.check("ddp", REQUIREMENT)
     absent = rules.check(block, rules.DDP, model, "every rank has all weights under DDP")
-    parameters = [p for p in model._module_parameters if p.requires_grad]
+    every = list(model._module_parameters)
+    parameters = [p for p in every if p.requires_grad] or every  # all may be frozen by now
     session = session_of(block, parameters[0].device, absent, ranks, undo)
-    session.name_parameters(model.module.named_parameters())
+    named = {plain_name(name): one for name, one in model.module.named_parameters()}
+    session.name_parameters(named.items())
     session.place([group], of_user=True)
     size = dist.get_world_size(group)
     numels = _buckets(parameters, model)
@@ -61,8 +64,8 @@ def attach(
     note_tables(session.channels, tables)
     session.warn(set(dtypes))
     layout = {"ranks": size}
-    divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
-    sends = {n: Sends(((0, real_numel(p)),), ranks) for n, p in model.module.named_parameters()}
+    divisors = dict.fromkeys(named, 1.0)
+    sends = {name: Sends(((0, real_numel(one)),), ranks) for name, one in named.items()}
     attached = Attached(
         "ddp", identity_of(model.module), session, model.parameters, lambda: divisors, layout,
         lambda: sends,
@@ -77,7 +80,7 @@ def attach(
     attached.on_detach(hook.remove)
     steps.follow(attached)
     if dist.get_rank(group) == 0:
-        trained_set.watch(attached, model.module.named_parameters(), averages_all=False)
+        trained_set.watch(attached, named.items(), averages_all=False)
     return attached
 
 

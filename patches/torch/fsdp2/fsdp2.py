@@ -76,6 +76,11 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     block, groups = read(source), groups_of(model)
     if block is not None and any(map(fsdp2_comms.has_output, groups)):
         raise ConfigError("hybridcomp.attach", Shown("a part that is attached already"), ROOT)
+    if not groups:
+        if block is None:
+            return None
+        todo = "fully_shard shards no parameter of it, so that nothing is sent; do not attach it"
+        raise ConfigError("hybridcomp.attach", Shown(f"a {type(model).__name__}"), todo)
     job = fsdp2_rules.job_of(model, groups)
     agree_on(block, "fsdp2", job.ranks)
     if block is None:
@@ -95,7 +100,7 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
         for member in one.members:
             session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
         for place in set(range(len(one.members))) - set(one.trained):
-            member, dtype = one.members[place], next(iter(job.dtypes))
+            member, dtype = one.members[place], fsdp2_rules.dtype_of(one.group.fsdp_params[place])
             session.channels.frozen_numels[dtype, member.numel == member.rows] += member.numel
     session.place(job.process_groups, of_user=True)
     _measure(session, job, members)
@@ -116,8 +121,6 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
         one.before_first = functools.partial(_check_whole, one.group.modules[0])
         for module in one.group.modules:
             attached.on_detach(module.register_forward_pre_hook(_Enter(one, attached)).remove)
-            if not one.hears_of_messages:
-                attached.on_detach(module.register_forward_hook(_Leave(one)).remove)
     if job.ignores_tables and session.channels["embed"].active:
         from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 
@@ -170,17 +173,6 @@ def _check_whole(module: Any) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Leave:
-    """Forward hook of an FSDP2 module, called when unsharded parameters exist without gradients."""
-
-    members: Members
-
-    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self.members.watch()
-
-
 def _parameters(groups: list[Any]) -> Iterator[Tensor]:
     for group in groups:
         for parameter in group.fsdp_params:
@@ -201,7 +193,7 @@ def _measure(session: EngineSession, job: fsdp2_rules.ShardedJob, members: list[
         # deltas are added to what FSDP keeps, without a copy
         kept = StepTraffic(whole, "gather", copied=False)
         gathers: dict[Dimension, StepTraffic] = {"zero": kept}
-        dtype = next(iter(job.dtypes))
+        dtype = min(job.dtypes, key=str)  # ranks iterate over a set in orders of their own
         session.measure(job.shard_group, dtype, total, gathers, only=ZERO)
     sums: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "scatter")}
     group = job.shard_group

@@ -7,8 +7,8 @@ split into columns, not contiguous in its flattened values: each chunk's residua
 
 Gradients of a parameter that took no part in the pass are left out of the message. Torch 2.15 calls
 ``_prepare_reduce_scatter_inputs`` with the parameters of each message, in the order of the message,
-which may differ from the group's. Before 2.15, ``register_post_accumulate_grad_hook`` records which
-ones took part.
+which may differ from the group's. Before 2.15, the parameters with a gradient at the end of the
+group's backward pass are those of its message.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridcomp.channels.residuals.pieces import Piece
+from hybridcomp.patches.common.parameter_names import plain_name
 
 #: most layouts cached per group: experts without tokens have no gradient, so messages vary
 MOST_KNOWN = 64
@@ -74,9 +75,6 @@ class Members:
         self.before_first: Callable[[], None] | None = None
         self._announced: tuple[int, ...] | None = None  # parameters of the next message
         self._prepare: Any = None  # torch's own method while ours replaces it
-        self._ends: Any = None  # torch's own end of a backward pass while ours replaces it
-        self._touched: set[int] = set()
-        self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
         #: returns, by rank, the pieces of a message with these parameters; cached
         self.pieces = functools.lru_cache(MOST_KNOWN)(self._pieces)
 
@@ -116,14 +114,22 @@ class Members:
         """Return the elements of a message with the gradients of these parameters."""
         return sum(self.members[place].chunk(world_size) for place in places) * world_size
 
-    @property
-    def hears_of_messages(self) -> bool:
-        """Return whether torch passes the parameters of a message, so that no hooks are needed."""
-        return hasattr(self.group, PREPARE)
-
     def follow_messages(self) -> None:
-        """Record the parameters of every message from now on, if torch passes them."""
-        if not self.hears_of_messages:
+        """Record the parameters of every message from now on."""
+        if not hasattr(self.group, PREPARE):
+            original = self.group.post_backward
+
+            def post_backward(*unused: Any) -> None:
+                # torch 2.13 can reduce zeros for parameters without a gradient
+                all_trained = getattr(self.group, "reduce_scatter_unused_params", False)
+                self._announced = tuple(
+                    place
+                    for place, parameter in enumerate(self.group.fsdp_params)
+                    if _has_gradient(parameter) or (all_trained and _is_trained(parameter))
+                )
+                original(*unused)
+
+            self.group.post_backward = post_backward
             return
         prepare = self._prepare = getattr(self.group, PREPARE)
         places = {id(parameter): n for n, parameter in enumerate(self.group.fsdp_params)}
@@ -134,47 +140,29 @@ class Members:
 
         setattr(self.group, PREPARE, noted)
 
-    def watch(self) -> None:
-        """Hook the unsharded parameters, which exist now, to record which get a gradient."""
-        for place, parameter in enumerate(self.group.fsdp_params):
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is None or id(unsharded) in self._hooks or not unsharded.requires_grad:
-                continue
-            # torch keeps the hook where the garbage collector does not look: reference a set only
-            self._hooks[id(unsharded)] = unsharded.register_post_accumulate_grad_hook(
-                lambda _, touched=self._touched, place=place: touched.add(place)
-            )
-
     def reduce_unused(self, names: Callable[[], Collection[str]]) -> None:
         """Make torch reduce zeros for the parameters ``names()`` that a backward pass did not use.
 
         ``names`` is called at the end of each backward pass of the group.
         """
-        original = self._ends = self.group.post_backward
+        original = self.group.post_backward
 
         def post_backward(*unused: Any) -> None:
             wanted = names()
             for place, parameter in enumerate(self.group.fsdp_params if wanted else ()):
-                whole: Any = getattr(parameter, "_unsharded_param", None)
-                lacks = whole is not None and whole.requires_grad and whole.grad is None
-                lacks = lacks and parameter.unsharded_accumulated_grad is None
+                lacks = _is_trained(parameter) and not _has_gradient(parameter)
                 if lacks and self.members[place].name in wanted:
-                    whole.grad = torch.zeros_like(whole)
-                    self._touched.add(place)
+                    parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
             original(*unused)
 
         self.group.post_backward = post_backward
 
     def unwatch(self) -> None:
-        """Remove what ``follow_messages``, ``watch`` and ``reduce_unused`` have installed."""
-        if self._ends is not None:
-            del self.group.post_backward  # its class has torch's own
-            self._ends = None
+        """Remove what ``follow_messages`` and ``reduce_unused`` have installed."""
+        vars(self.group).pop("post_backward", None)  # its class has torch's own
         if self._prepare is not None:  # a group of torch holds it itself, its class does not
             setattr(self.group, PREPARE, self._prepare)
-            self._prepare, self._announced = None, None
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
+            self._prepare = None
 
     def of_message(self, numel: int, world_size: int) -> tuple[int, ...]:
         """Return the indices of the parameters in the next reduce-scatter, of ``numel`` elements.
@@ -184,12 +172,8 @@ class Members:
         if self.before_first is not None:
             self.before_first()
             self.before_first = None
-        touched = tuple(sorted(self._touched))
-        self._touched.clear()
-        ways = (self.trained, touched) if self._announced is None else (self._announced,)
-        for places in ways:
-            if self.numel(places, world_size) == numel:
-                return places
+        if self._announced is not None and self.numel(self._announced, world_size) == numel:
+            return self._announced
         raise RuntimeError(
             f"hybridcomp: FSDP2 reduces {numel} elements, expected gradients of some of "
             f"{[member.name for member in self.members]}; please report this with the version of "
@@ -212,13 +196,27 @@ class Members:
         return [cut for cut in list(accumulate(lengths))[:-1] if cut]
 
 
+def _is_trained(parameter: Any) -> bool:
+    """Return whether an ``FSDPParam`` was gathered and requires gradients."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return whole is not None and bool(whole.requires_grad)
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Return whether an ``FSDPParam`` has a gradient that was not reduced yet."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return whole is not None and (
+        whole.grad is not None or parameter.unsharded_accumulated_grad is not None
+    )
+
+
 def _member(parameter: Any, names: dict[int, str], where: str) -> Member:
     info = parameter._module_info
     module = names.get(id(info.module), "")
     size = torch.Size(parameter._orig_size)
     dim = parameter.fsdp_placement.dim
     return Member(
-        (f"{module}.{info.param_name}" if module else info.param_name) + where,
+        plain_name(f"{module}.{info.param_name}" if module else info.param_name) + where,
         size.numel(),
         size[dim] if size else 1,
         dim,

@@ -75,7 +75,7 @@ def job_of(model: nn.Module, groups: list[Any]) -> ShardedJob:
         shard_group=shard,
         replica_group=replicas,
         process_groups=tuple(every.values()),
-        dtypes=frozenset(p.mp_policy.param_dtype or p.sharded_param.dtype for p in parameters),
+        dtypes=frozenset(map(dtype_of, parameters)),
         tensor_parallel=any(p.is_dtensor for p in parameters),
         comms=frozenset(
             type(comm).__name__
@@ -87,6 +87,12 @@ def job_of(model: nn.Module, groups: list[Any]) -> ShardedJob:
         keeps=all(map(keeps, parameters)),
         ignores_tables=any(not isinstance(table.weight, DTensor) for _, table in tables_of(model)),
     )
+
+
+def dtype_of(parameter: Any) -> torch.dtype:
+    """Return the dtype in which an ``FSDPParam`` is gathered."""
+    found: torch.dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+    return found
 
 
 def _ranks(group: Any) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -46,3 +46,14 @@ def names_of(models: Sequence[Any]) -> list[str]:
         names.append(f"{identity}_{seen[identity]:02d}")
         seen[identity] += 1
     return names
+
+
+def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank's saved state without names of wrappers, which earlier versions left in."""
+
+    def plain(by_name: Mapping[str, Any]) -> dict[str, Any]:
+        return {plain_name(name): value for name, value in by_name.items()}
+
+    residuals = {hop: plain(by_name) for hop, by_name in state["residuals"].items()}
+    named = {part: plain(state[part]) for part in ("divisors", "factors") if part in state}
+    return {**state, **named, "residuals": residuals}

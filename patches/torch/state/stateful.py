@@ -34,6 +34,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.job.together import together
 from hybridcomp.log import say_once as say
 from hybridcomp.patches.torch.loss_scale import LossScale
+from hybridcomp.patches.torch.state.identity import with_plain_names
 from hybridcomp.session.engine_session import EngineSession
 from hybridcomp.session.followers import StatefulFollower
 
@@ -157,7 +158,7 @@ def checked(
     for follower, kept in _followed(attached, [state]):
         for one in kept:
             follower.check(one)
-    return state
+    return with_plain_names(state)
 
 
 def take_over(

@@ -132,6 +132,11 @@ def ddp() -> nn.Module:
     return DistributedDataParallel(wide())
 
 
+def empty() -> nn.Module:
+    model = wide()
+    return fully_shard(model, ignored_params=set(model.parameters()))
+
+
 #: model, block, what the error names
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "several hooks": (hooked, {"dp": B8}, "another communication hook"),
@@ -151,6 +156,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "levels": (replicated_mesh, {"dp": B8, "hierarchy": [2, 2]}, "compression.hierarchy"),
     "no shards": (replicated_mesh, {"dp": B8, "zero": B8}, "compression.zero"),
     "neither": (wide, {"dp": B8}, "DistributedDataParallel"),
+    "no parameters": (empty, {"dp": B8}, "fully_shard shards no parameter of it"),
 }
 if not hasattr(_fsdp_collectives, "SymmMemAllGather"):  # torch 2.11 and older
     del REFUSED["symmetric memory"]
@@ -172,6 +178,20 @@ def test_what_cannot_act_is_refused(module_ranks: RunRanks) -> None:
         assert set(found) == set(REFUSED)
         for name, (_, _, named) in REFUSED.items():
             assert named in found[name], (name, found[name])
+
+
+def wholly_frozen() -> int:
+    """Attach a model that was frozen after it was wrapped, such as a reference model."""
+    model = ddp().requires_grad_(False)
+    attached = hybridcomp.attach(model, {"dp": B8, **QUIET})
+    assert attached is not None
+    model(torch.randn(2, 512))
+    hybridcomp.detach(model)
+    return attached.step
+
+
+def test_a_model_of_which_nothing_trains_is_attached(module_ranks: RunRanks) -> None:
+    assert module_ranks(2, wholly_frozen) == [0, 0]
 
 
 def other_blocks() -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
+from hybridcomp.errors import PublishError
 from hybridcomp.patches.torch import step_detection, steps
 from tests.patches.torch.trainer import Job, build, train
 from tests.ranks import Trained
@@ -134,6 +137,41 @@ def skipped(feedback: bool) -> tuple[float, int]:
     return compared._seconds(0), attached.step
 
 
+def failing() -> list[int]:
+    """Fail once at the end of the first of two models' steps; return the steps counted of both."""
+    models = [DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2)]
+    both = [hybridcomp.attach(model, LATER) for model in models]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
+    assert both[0] is not None
+    full = patch.object(both[0].session, "end_step", side_effect=PublishError("no room"))
+    for may_fail in (full, nullcontext()):
+        models[1](models[0](torch.ones(2, 4))).sum().backward()
+        with may_fail, suppress(PublishError):
+            optimizer.step()
+        optimizer.zero_grad()
+    for model in models:
+        hybridcomp.detach(model)
+    return [attached.step for attached in both if attached is not None]
+
+
+def by_method() -> list[int]:
+    """Train by a method that calls no module; count a follower's calls around the step."""
+    model: Any = nn.Linear(4, 4)
+    model.loss = lambda values: nn.functional.linear(values, model.weight).sum()
+    fully_shard(model)
+    register_fsdp_forward_method(model, "loss")
+    attached, seen = hybridcomp.attach(model, LATER), Mock()
+    assert attached is not None
+    attached.session.follow(seen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        model.loss(torch.ones(2, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hybridcomp.detach(model)
+    return [seen.before_step.call_count, seen.after_step.call_count]
+
+
 #: how a foreign optimizer updates, whether it drops gradients, whether it reports steps
 FOREIGN = {
     "in place": (True, False, False),
@@ -187,6 +225,14 @@ def test_steps_without_reduced_gradients_are_told(engine: str, two: Trained) -> 
 
 def test_an_optimizer_that_gets_the_parameters_later_is_followed(two: Trained) -> None:
     assert two(("late",)) == [[3, []]] * 2
+
+
+def test_a_pass_that_calls_no_module_begins_a_step(two: Trained) -> None:
+    assert two(("by_method",)) == [[2, 2]] * 2
+
+
+def test_an_error_of_one_model_keeps_no_other_from_counting(two: Trained) -> None:
+    assert two(("failing",)) == [[1, 2]] * 2
 
 
 @pytest.mark.parametrize("feedback", by_day([False, True], [True]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
@@ -129,3 +130,32 @@ def left_behind() -> tuple[int, int]:
 
 def test_a_detached_model_notes_no_gradients(on_ranks: RunRanks) -> None:
     assert on_ranks(2, left_behind) == [(6, 0)] * 2
+
+
+def one_layer(zeros: bool) -> list[Any]:
+    """Train one layer of a group by a method, natively and encoded; return the gradients."""
+    found: list[Any] = []
+    for block in (None, {"dp": {"codec": "mpc"}, "min_bytes": 0, "ledger": {"every": 999}}):
+        torch.manual_seed(0)
+        model: Any = fully_shard(Gated())
+        model.loss = lambda values, model=model: model.extra(values).square().mean()
+        register_fsdp_forward_method(model, "loss")
+        if zeros:
+            model.set_reduce_scatter_unused_params(True)
+        if block is not None:
+            hybridcomp.attach(model, block)
+        model.loss(torch.ones(2, 40) * (1 + dist.get_rank())).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found.append([None if one is None else one.to_local().tolist() for one in gradients])
+    hybridcomp.detach(model)
+    return found
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_group_of_which_a_method_uses_one_layer(zeros: bool, on_ranks: RunRanks) -> None:
+    """``register_fsdp_forward_method`` calls no hook of the module."""
+    if zeros and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("this torch reduces no zeros")
+    for native, encoded in on_ranks(2, one_layer, zeros):
+        assert native == encoded
+        assert [one is None for one in native].count(True) == (0 if zeros else 4)

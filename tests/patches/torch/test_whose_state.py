@@ -13,13 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.patches.torch.attached import Attached
-from hybridcomp.patches.torch.state.identity import identity_of
+from hybridcomp.patches.torch.state.identity import identity_of, with_plain_names
 from tests.patches.torch.trainer import Job, build, optimizer_of, train
 from tests.ranks import RunRanks
 from tests.selection import by_day
@@ -85,6 +87,39 @@ def test_a_model_that_died_before_is_no_matter(
         assert step == 3 and norm > 0
         assert found["loaded"] == (3, pytest.approx(norm))
         assert len(found["files"]) == 2 and found["files"][0].endswith("_00_rank_00000.pt")
+
+
+def wrapped(engine: str, folder: Path) -> list[bool]:
+    """Save and load with other wrappers around a layer; return whether the next sums are equal."""
+    found = []
+    for before, after in ((checkpoint_wrapper, None), (None, torch.compile)):
+        sums = []
+        for is_first, wrap in ((True, before), (False, after)):
+            torch.manual_seed(0)
+            layer: Any = nn.Linear(24, 24)
+            model: Any = nn.Sequential(layer if wrap is None else wrap(layer))
+            model = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+            state = attached(model)
+            if is_first:
+                model(torch.ones(2, 24) * (1 + dist.get_rank())).square().mean().backward()
+                torch.optim.SGD(model.parameters(), lr=0.0).step()
+                hybridcomp.save_state(folder)
+                dist.barrier()
+            else:
+                hybridcomp.load_state(folder)
+            model.zero_grad()
+            model(torch.ones(2, 24)).square().mean().backward()
+            own: Any = [parameter.grad for parameter in model.parameters()]
+            sums.append([getattr(one, "_local_tensor", one).tolist() for one in own])
+            assert state.step == 1
+            hybridcomp.detach(model)
+        found.append(sums[0] == sums[1])
+    return found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_wrappers_of_layers_may_change(module_ranks: RunRanks, engine: str, tmp_path: Path) -> None:
+    assert module_ranks(2, wrapped, engine, tmp_path) == [[True, True]] * 2
 
 
 def linear(width: int) -> nn.Module:
@@ -202,3 +237,11 @@ def test_identity_is_that_of_names_and_shapes() -> None:
     model[0]._modules["_orig_mod"] = nn.Linear(3, 4)
     del model[0]._parameters["weight"], model[0]._parameters["bias"]
     assert identity_of(model) == same  # torch.compile's names
+
+
+def test_names_of_earlier_versions_lose_their_wrappers() -> None:
+    odd = {"between replicas: a._orig_mod.weight": 1.0}
+    state = {"step": 2, "divisors": odd, "residuals": {"sender": odd, "owner": {}}}
+    plain = {"between replicas: a.weight": 1.0}
+    found = with_plain_names(state)
+    assert found == {"step": 2, "divisors": plain, "residuals": {"sender": plain, "owner": {}}}
