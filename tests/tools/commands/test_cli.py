@@ -67,6 +67,10 @@ def test_validate_accepts_every_committed_file(
             "zero_optimization.compression: found 'a block where nothing reads it'",
         ),
         (
+            {"deepspeed": "configs/zero2.json", "bf16": True, "compression": {"dp": "bf16"}}, [],
+            'deepspeed: found "configs/zero2.json"; a trainer\'s file; give the DeepSpeed file',
+        ),
+        (
             {"deepspeed_extra_args": {"compression": {"dp": "rdx"}}}, [],
             "compression.dp.codec: found",
         ),
@@ -123,6 +127,7 @@ def test_validate_says_that_a_ledger_cannot_be_written(
             "note: zero, tp, pp: zfp(rate=16) takes 16 bits a value and saves nothing",
         ),
         ({"compression": {"preset": "zhybrid"}}, ["1"], "note: dp, zero, tp, pp: one rank"),
+        ({"aio": {"use_gds": True}, "compression": {"dp": "bf16"}}, [], ": valid"),  # of a GPU job
         (
             {"dp": "blockint", "hierarchy": [8, 4]}, ["64"], "nodes of 8 ranks, units of 4 nodes",
         ),
