@@ -269,7 +269,10 @@ def block_of(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def train(plan: RunPlan) -> list[str]:
-    """Train all unfinished runs; return ``NAME=FOLDER`` words to compare. Raises CompareError."""
+    """Train all unfinished runs; return ``NAME=FOLDERS`` words to compare. Raises CompareError.
+
+    The folders are those of the plan's seeds: earlier calls may have left others.
+    """
     if shutil.which(plan.command[0]) is None:
         raise CompareError(f"{plan.command[0]}: no such command")
     jobs = plan.jobs()
@@ -283,4 +286,7 @@ def train(plan: RunPlan) -> list[str]:
             seconds = trainings.run(job, place)
             done = "there already" if seconds is None else f"done in {seconds:.0f} s"
             progress.say(f"{place}: {done}")
-    return [f"{name}={plan.out / name}" for name in plan.blocks]
+    folders = {
+        name: [plan.out / name / f"seed{seed}" for seed in plan.seeds] for name in plan.blocks
+    }
+    return [f"{name}={','.join(map(str, dict.fromkeys(some)))}" for name, some in folders.items()]

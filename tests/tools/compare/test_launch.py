@@ -69,6 +69,10 @@ def test_launched_resumed_and_compared(
     assert cli.main(arguments) == 0
     assert len(Path("started.txt").read_text().splitlines()) == 5
     assert "1/4 baseline seed 0: there already" in capsys.readouterr().err
+    arguments.remove("1")
+    assert cli.main(arguments) == 0
+    rows = json.loads(Path("out/comparison.json").read_text())["runs"]
+    assert rows[1]["seeds"] == [0], "not those of earlier calls"
 
 
 def plan(folder: Path, *command: str, **kwargs: Any) -> RunPlan:
