@@ -99,6 +99,10 @@ def _parsed(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
     # replaces batch sizes that DeepSpeed computed for one rank
     written = {name: settings.get(name) for name in KEYS}
+    aio = settings.get("aio")
+    if isinstance(aio, Mapping):  # use_gds needs a GPU, which the machine of a command may lack
+        written["aio"] = aio
+        settings = {**settings, "aio": {n: one for n, one in aio.items() if n != "use_gds"}}
     return {**of_config(File(settings)), **written}
 
 

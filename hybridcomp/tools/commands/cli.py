@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -26,6 +27,10 @@ DESCRIPTION = (
 )
 #: exit status for a configuration that cannot act; argparse uses the same for bad arguments
 BAD_INPUT = 2
+#: options with the folder or file that a command writes
+WRITTEN = ("out", "to", "html", "picture")
+#: exit status after Ctrl-C, as a shell reports it
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,15 +54,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as `hybridcomp seams | head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("hybridcomp: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except HybridcompError as error:
         print(f"hybridcomp: {message(error)}", file=sys.stderr)
         return BAD_INPUT
     except OSError as error:  # on a file that a command reads or writes
-        where = one_line(error.filename or "a file")
-        said = f"{where}: {error.strerror or error}; name another one"
-        print(f"hybridcomp: {said}", file=sys.stderr)
+        print(f"hybridcomp: {_failed_file(error, options)}", file=sys.stderr)
         return BAD_INPUT
     return status
+
+
+def _failed_file(error: OSError, options: argparse.Namespace) -> str:
+    """Say which file could not be read or written; a full disk's error names none, or a source."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        places = (getattr(options, name, None) for name in WRITTEN)
+        where = next((place for place in places if place is not None), "output")
+        return f"{one_line(where)}: {error.strerror}; make room, or write to another place"
+    return f"{one_line(error.filename or 'a file')}: {error.strerror or error}; name another one"
 
 
 def _parser() -> argparse.ArgumentParser:

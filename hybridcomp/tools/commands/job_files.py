@@ -147,7 +147,8 @@ class JobFile:
 def read_job_file(path: str | Path) -> JobFile:
     """Read a file. Raises ConfigError, in one line, for settings that would have no effect.
 
-    Such settings are a block where its engine does not look for one, and a misspelt top-level key
+    So it does for a trainer's file (Axolotl, LLaMA-Factory) that names a DeepSpeed file. Settings
+    without effect are a block where its engine does not look for one, and a misspelt top-level key
     of DeepSpeed.
     """
     source = read_source(Path(path))
@@ -159,6 +160,9 @@ def read_job_file(path: str | Path) -> JobFile:
         settings = accelerate.ds_settings(source)
         _refuse_elsewhere(settings)
         return _of_owner("accelerate", settings, settings)
+    if isinstance(source.get("deepspeed"), str):
+        todo = "a trainer's file; give the DeepSpeed file that it names, where the block belongs"
+        raise ConfigError("deepspeed", show(source["deepspeed"]), todo)
     if _is_bare(source):
         return JobFile("block", source, {BLOCK: source})
     _refuse_misspelt(source)

@@ -124,5 +124,9 @@ def _write(reader: LedgerReader, page: Path | None) -> None:
         at=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
     beside = page.with_name(f".{page.name}.new")
-    beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-    beside.replace(page)
+    try:
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
+        beside.replace(page)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridcomp.channels.accounting.ledger_file import set_aside
 from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.tools.compare.children import run_logged
 from hybridcomp.tools.compare.json_lines import LOG
@@ -21,6 +22,8 @@ from hybridcomp.tools.compare.trained import OUTPUT, last_line, last_step
 from hybridcomp.tools.progress import ProgressDisplay
 
 BASELINE = "baseline"
+#: name of the ledger's file in the folder of a run
+LEDGER = "ledger.jsonl"
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
 #: flag of Hugging Face's Trainer, followed by a file; DeepSpeed's own flag has no value
 TRAINER_FLAG = "--deepspeed"
@@ -57,6 +60,8 @@ class LaunchedTraining:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
         done.unlink(missing_ok=True)
+        for name in (LOG, LEDGER):  # of an earlier command: this one may write none
+            set_aside(self.folder / name)
         start, output = time.monotonic(), self.folder / OUTPUT
 
         def look() -> None:
@@ -122,7 +127,7 @@ def free_port() -> int:
 
 def ledger_in(block: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return ``block`` with its ledger in the folder of the run."""
-    ledger = {**block.get("ledger", {}), "jsonl": str(folder / "ledger.jsonl")}
+    ledger = {**block.get("ledger", {}), "jsonl": str(folder / LEDGER)}
     return {**block, "ledger": ledger}
 
 
@@ -269,7 +274,10 @@ def block_of(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def train(plan: RunPlan) -> list[str]:
-    """Train all unfinished runs; return ``NAME=FOLDER`` words to compare. Raises CompareError."""
+    """Train all unfinished runs; return ``NAME=FOLDERS`` words to compare. Raises CompareError.
+
+    The folders are those of the plan's seeds: earlier calls may have left others.
+    """
     if shutil.which(plan.command[0]) is None:
         raise CompareError(f"{plan.command[0]}: no such command")
     jobs = plan.jobs()
@@ -283,4 +291,7 @@ def train(plan: RunPlan) -> list[str]:
             seconds = trainings.run(job, place)
             done = "there already" if seconds is None else f"done in {seconds:.0f} s"
             progress.say(f"{place}: {done}")
-    return [f"{name}={plan.out / name}" for name in plan.blocks]
+    folders = {
+        name: [plan.out / name / f"seed{seed}" for seed in plan.seeds] for name in plan.blocks
+    }
+    return [f"{name}={','.join(map(str, dict.fromkeys(some)))}" for name, some in folders.items()]

@@ -115,7 +115,7 @@ def check_curve(source: Path, steps: Curve, losses: Curve) -> None:
     """Raise CompareError for a curve that is empty or not finite, or whose steps do not rise."""
     if not len(steps):
         raise CompareError(
-            f"{source}: holds no step with a loss; did the run fail before its first?"
+            f"{source}: holds no step with a loss; did the run end before it logged one?"
         )
     if not rises(steps):
         raise CompareError(f"{source}: its steps do not rise; expected one record for each")

@@ -188,6 +188,8 @@ def of_plan(plan: Plan) -> tuple[JobTraffic, float] | None:
     job = JobTraffic(layout.zero_stage, dtype, summed, layout.accumulation, frozen=plan.frozen)
     if torchs and layout.hpz > 1 and layout.copy == "native":  # renewed in every forward pass
         job, layout = replace(job, passes=1), layout.replace(hpz=1)
+    elif layout.hpz > 1 and not torchs:  # the DeepSpeed file asks for a copy, encoded or not
+        job = replace(job, copy="native")
     gradients, parameters = (plan.choices[name, "forward"].codec for name in ("dp", "zero"))
     return job, job.over(layout).encoded(gradients, parameters)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +65,10 @@ def test_validate_accepts_every_committed_file(
         (
             {"zero_optimization": {"stage": 1, "compression": {"dp": "bf16"}}}, [],
             "zero_optimization.compression: found 'a block where nothing reads it'",
+        ),
+        (
+            {"deepspeed": "configs/zero2.json", "bf16": True, "compression": {"dp": "bf16"}}, [],
+            'deepspeed: found "configs/zero2.json"; a trainer\'s file; give the DeepSpeed file',
         ),
         (
             {"deepspeed_extra_args": {"compression": {"dp": "rdx"}}}, [],
@@ -129,6 +135,7 @@ def test_validate_says_that_a_ledger_cannot_be_written(
             "note: zero, tp, pp: zfp(rate=16) takes 16 bits a value and saves nothing",
         ),
         ({"compression": {"preset": "zhybrid"}}, ["1"], "note: dp, zero, tp, pp: one rank"),
+        ({"aio": {"use_gds": True}, "compression": {"dp": "bf16"}}, [], ": valid"),  # of a GPU job
         (
             {"dp": "blockint", "hierarchy": [8, 4]}, ["64"], "nodes of 8 ranks, units of 4 nodes",
         ),
@@ -373,3 +380,27 @@ def test_the_page_of_commands_has_those_of_the_command_line() -> None:
     )
     choices = next(one.choices for one in cli._parser()._actions if one.dest == "==SUPPRESS==")
     assert choices is not None and on_page - {"run", "neox"} == set(choices)
+
+
+def test_an_interrupted_command_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybridcomp.tools.commands.validate.lines", interrupted)
+    assert cli.main(["validate", "ds_config.json"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "hybridcomp: interrupted\n"
+
+
+def test_a_full_disk_is_named_by_where_the_command_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "the file that is copied")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    words = ["configs", "ds_zero1_recommended", "--to", str(tmp_path)]
+    assert cli.main(words) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith(f"hybridcomp: {tmp_path}: No space left on device; make room")

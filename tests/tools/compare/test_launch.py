@@ -69,6 +69,15 @@ def test_launched_resumed_and_compared(
     assert cli.main(arguments) == 0
     assert len(Path("started.txt").read_text().splitlines()) == 5
     assert "1/4 baseline seed 0: there already" in capsys.readouterr().err
+    arguments.remove("1")
+    assert cli.main(arguments) == 0
+    rows = json.loads(Path("out/comparison.json").read_text())["runs"]
+    assert rows[1]["seeds"] == [0], "not those of earlier calls"
+    (tmp_path / "out/mine/seed0/done.json").unlink()
+    Path("trainer.py").write_text("")
+    capsys.readouterr()
+    assert cli.main(arguments) == cli.BAD_INPUT, "it logs nothing; an earlier log is not its"
+    assert "mine/seed0: found no run in this folder" in capsys.readouterr().err
 
 
 def plan(folder: Path, *command: str, **kwargs: Any) -> RunPlan:

@@ -65,6 +65,7 @@ def write(
     command: Sequence[str] = (),
     ledger: Path | None = None,
     before: Sequence[str] = (),
+    port: int | None = None,
 ) -> list[Path]:
     """Write everything that starts ``plan`` into ``folder``; return the files written.
 
@@ -73,6 +74,7 @@ def write(
         command: the user's command with places to fill in (``filled``); empty: ``general``.
         ledger: where the run writes its ledger; None: as the user's block says.
         before: lines of ``start.sh`` above the command.
+        port: of a job that shares the cluster with others (``general``).
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = (folder / PLAN_FILE).resolve()
@@ -97,7 +99,7 @@ def write(
         (folder / BLOCK_FILE).write_text(escaping.json_document(block), encoding="utf-8")
         written.append(folder / BLOCK_FILE)
     start = folder / START_FILE
-    words = general(plan, cluster, folder)
+    words = general(plan, cluster, folder, port)
     if command:
         words = filled(command, plan, cluster, folder)
     # the name comes from a config.json of somebody else: a line feed would end the comment

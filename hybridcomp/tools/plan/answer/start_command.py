@@ -26,7 +26,7 @@ BESIDE = ("megatron", "fsdp2")
 PORT = "29500"
 #: address at which nodes meet: without it torchrun takes each node for the first
 FIRST = "${HOST:?start on every node with HOST=, the first}"
-MEETING = f' --rdzv-backend c10d --rdzv-endpoint "{FIRST}:{PORT}"'
+MEETING = f' --rdzv-backend c10d --rdzv-endpoint "{FIRST}:%s"'
 #: placeholder where the user has not named the script to start
 SCRIPT = "SCRIPT"
 #: folder of the drive, if the user's own file names no folder
@@ -60,19 +60,29 @@ def nodes_of(plan: Plan, cluster: Cluster) -> int:
     return cluster.nodes_of(range(min(plan.layout.ranks, cluster.world_size)))
 
 
-def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
-    """Return the command that starts ``plan``, with a placeholder for the user's script."""
+def general(plan: Plan, cluster: Cluster, folder: Path, port: int | None = None) -> str:
+    """Return the command that starts ``plan``, with a placeholder for the user's script.
+
+    ``port``: of a job that shares the cluster with others. torch's launcher starts it, since
+    DeepSpeed's takes the first nodes of its hostfile, and beside ``--num_gpus`` the first devices
+    of a node, whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """
     config = shlex.quote(str((folder / CONFIGS[plan.engine]).resolve()))
     nodes, per_node = nodes_of(plan, cluster), min(cluster.ranks_per_node, plan.layout.ranks)
     if plan.engine == "neox":
         return f'"${{PYTHON:-python}}" -m hybridcomp.patches.neox {config}'
+    launcher = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
+    if nodes > 1:
+        launcher += MEETING % (port or PORT)
+    elif port is not None:
+        launcher += f" --master-port {port}"
+    launcher += f" -m hybridcomp.run {SCRIPT}"
     if plan.engine in BESIDE:
         block = shlex.quote(str((folder / BLOCK_FILE).resolve()))
-        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
-        launcher += MEETING if nodes > 1 else ""
-        run = f"-m hybridcomp.run {SCRIPT}"
-        run += f" $(cat {config})" if plan.engine == "megatron" else ""
-        return f'env HYBRIDCOMP_CONFIG={block} {launcher} {run} "$@"'
+        launcher += f" $(cat {config})" if plan.engine == "megatron" else ""
+        return f'env HYBRIDCOMP_CONFIG={block} {launcher} "$@"'
+    if port is not None:
+        return f'{launcher} --deepspeed_config {config} "$@"'
     hosts = f"--num_nodes {nodes} " if nodes > 1 else ""
     launcher = f"deepspeed {hosts}--num_gpus {per_node} --module hybridcomp.run"
     return f'{launcher} {SCRIPT} --deepspeed_config {config} "$@"'

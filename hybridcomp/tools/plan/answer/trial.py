@@ -30,6 +30,8 @@ DECIDED = {
     "slices": ("{slices}",),
     "context_way": ("{context_way}",),
 }
+#: fields of a plan that decide, beside its layout and block, whether it has run before
+IDENTITY = ("model", "length", "dtype", "engine")
 NO_COMMAND = "expected -- and the command of a training behind it, such as -- deepspeed ..."
 RECORD = "HYBRIDCOMP_RECORD"
 LOG, LEDGER = "loss.jsonl", "ledger.jsonl"
@@ -116,7 +118,7 @@ def _job(
     plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, base: Base
 ) -> LaunchedTraining:
     """Write the files of one training and return its job."""
-    files.write(plan, cluster, folder, base, command, folder / LEDGER)
+    _, config, *_ = files.write(plan, cluster, folder, base, command, folder / LEDGER)
     values = start_command.places(plan, cluster, folder)
     words = fill(command, {**values, "{folder}": str(folder), "{port}": str(free_port())})
     log = folder / LOG
@@ -124,9 +126,11 @@ def _job(
     environment = {} if own else {RECORD: str(log)}
     if plan.engine in start_command.BESIDE:
         environment["HYBRIDCOMP_CONFIG"] = str(folder / start_command.BLOCK_FILE)
-    settings = {"command": list(command), "plan": plan.to_json()["layout"], "block": plan.block}
-    log_lines = json.loads(json.dumps(settings))  # tuples become lists, as they do in the file
-    return LaunchedTraining(f"{plan.layout}", folder, words, log_lines, environment)
+    written = plan.to_json()
+    identity = {name: written[name] for name in (*IDENTITY, "layout", "block", "machines")}
+    settings = {"command": list(command), **identity, "config": config.read_text(encoding="utf-8")}
+    known = json.loads(json.dumps(settings))  # tuples become lists, as they do in the file
+    return LaunchedTraining(f"{plan.layout}", folder, words, known, environment)
 
 
 def seconds_a_step(log: Path, plan: Plan) -> float:

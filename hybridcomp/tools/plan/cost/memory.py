@@ -223,7 +223,7 @@ def worst_moment(
         for layer in inside:
             alive += layer.kept_nbytes
             made = width * _trained(layer)
-            gradients = (total - done - made) if grows else 0.0
+            gradients = max(0.0, total - done - made) if grows else 0.0
             now = Moment(kept + alive + layer.work_nbytes, gradients)
             if now.activations + now.gradients > worst.activations + worst.gradients:
                 worst = now

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp import escaping
-from hybridcomp.tools.commands.replan import saved_job
+from hybridcomp.errors import ConfigError
+from hybridcomp.tools.commands.replan import GENERAL, saved_job
 from hybridcomp.tools.compare.launch import fill
 from hybridcomp.tools.plan.answer import files as plan_files
 from hybridcomp.tools.plan.answer.base import base_of
@@ -49,7 +50,8 @@ def _start(job: Job, ranks: tuple[int, ...], rates: Rates, shape: Shape, folder:
     options, cluster = rates.options, rates.cluster
     nodes = [number for number, node in enumerate(shape.nodes) if set(node) & set(ranks)]
     per_node = len(ranks) // len(nodes)
-    values = {"{nodes}": len(nodes), "{node_ranks}": per_node, "{port}": int(PORT) + ranks[0],
+    port = int(PORT) + ranks[0]
+    values = {"{nodes}": len(nodes), "{node_ranks}": per_node, "{port}": port,
               "{node}": ",".join(map(str, nodes))}  # fmt: skip
     command = fill(job.command, {place: str(value) for place, value in values.items()})
     devices = [shape.nodes[nodes[0]].index(rank) for rank in ranks if rank in shape.nodes[nodes[0]]]
@@ -58,17 +60,21 @@ def _start(job: Job, ranks: tuple[int, ...], rates: Rates, shape: Shape, folder:
         before = [f"# on node {values['{node}']}"]
         if per_node < shape.of_node and not cluster.on_cpu:
             before.append(f"export CUDA_VISIBLE_DEVICES={','.join(map(str, devices))}")
+            _refuse_filters(job)
     plan = rates.found(job, len(ranks)).plans[0]
     saved, is_deepspeed = saved_job(Path(str(job.checkpoint))) if has_saved(job) else (None, True)
     base = base_of(Path(job.base), options.engine) if job.base else saved.settings if saved else {}
     if saved is None:
-        return plan_files.write(plan, cluster, folder, base, command, before=before)[-1]
+        return plan_files.write(plan, cluster, folder, base, command, None, before, port)[-1]
     goes_on = ["hybridcomp", "replan", job.checkpoint, "--ranks", len(ranks), "--stages",
                plan.layout.stages, "--samples", job.samples, "--micro-batch",
                plan.layout.micro_batch, "--out", folder / "replanned"]  # fmt: skip
     if is_deepspeed:
         config = plan_files.write(plan, cluster, folder, base, command)[1]
         goes_on += ["--base", config]
+    if not command and len(nodes) == 1:  # replan's own, with the job's port
+        end = ("--deepspeed_config", "{config}") if is_deepspeed else ()
+        command = [*GENERAL[:3], "--master-port", str(port), *GENERAL[3:], *end]
     words = [*goes_on, *(["--", *command] if command else [])]
     then = ["exec", folder / "replanned" / plan_files.START_FILE]
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +83,17 @@ def _start(job: Job, ranks: tuple[int, ...], rates: Rates, shape: Shape, folder:
         start, [*before, "set -e", escaping.shell_words(words), escaping.shell_words(then)]
     )
     return start
+
+
+def _refuse_filters(job: Job) -> None:
+    """Raise ConfigError for a command that starts the job on other devices of its node."""
+    filters = [word for word in job.command if word.startswith(("--num_gpus", "--num_nodes"))]
+    if filters and any(Path(word).name == "deepspeed" for word in job.command):
+        todo = (
+            "DeepSpeed's launcher then takes the node's first GPUs, not those of the job "
+            "(CUDA_VISIBLE_DEVICES); leave it out, or start the job with torchrun"
+        )
+        raise ConfigError(f"{job.name}: command", filters[0], todo)
 
 
 def _slurm(name: str, nodes: int, per_node: int, on_cpu: bool) -> list[str]:

@@ -158,6 +158,8 @@ def config_error(error: ValidationError, name: str) -> ConfigError:
     more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "missing":
         return ConfigError(where, "nothing", f"the field is needed{more}")
+    if first["type"] == "dataclass_type":
+        return ConfigError(where, type(first["input"]).__name__, f"expected an object{more}")
     found = first["input"] if path else "fields that do not fit together"
     said = SAID.get(first["type"], first["msg"].removeprefix("Value error, "))
     return ConfigError(where, found, said + more)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from hybridcomp.codecs import CODECS
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.machines.rows import (
@@ -165,6 +167,13 @@ class Description:
             raise ValueError('"nodes_per_site" and the "uplink" of a site need each other')
         if self.nodes_per_site and self.nodes % self.nodes_per_site:
             raise ValueError(f"{self.nodes} nodes are no multiple of {self.nodes_per_site} a site")
+        for key, names, known in (
+            ("tflops", self.tflops, list(DTYPES)), ("codecs", self.codecs, CODECS),
+            ("host_codecs", self.host_codecs, CODECS),
+        ):  # fmt: skip
+            odd = [name for name in names if name.partition("(")[0] not in known]
+            if odd:
+                raise ValueError(f'"{key}" has {odd[0]!r}; expected some of {", ".join(known)}')
         strange = [rank for rank in self.speeds if rank >= count]
         if strange:
             raise ValueError(f'"speeds" names rank {strange[0]}; there are {count} ranks')

@@ -89,13 +89,16 @@ def _llama(config: Mapping[str, Any], name: str) -> Decoder:
             "per_token": number(config, name, "num_experts_per_tok"),
             "expert_intermediate": number(config, name, "moe_intermediate_size"),
             "shared_intermediate": given(config, name, "shared_expert_intermediate_size", 0),
-            "dense_blocks": len(config.get("mlp_only_layers") or ()),
+            "dense_blocks": len(_dense_blocks(config, name, blocks)),
         }
         if config.get("decoder_sparse_step", 1) != 1:
             raise ConfigError(
                 f"{name}: decoder_sparse_step", config["decoder_sparse_step"],
                 "only mixtures in every block are known; name the model as package:callable",
             )  # fmt: skip
+    if mixture and mixture["per_token"] > mixture["experts"]:
+        todo = f"expected at most the {mixture['experts']} experts"
+        raise ConfigError(f"{name}: num_experts_per_tok", mixture["per_token"], todo)
     return Decoder(
         name, hidden, blocks, heads,
         kv_heads=key_heads(
@@ -111,6 +114,14 @@ def _llama(config: Mapping[str, Any], name: str) -> Decoder:
         tied=bool(config.get("tie_word_embeddings", False)),
         head_norms=family in ("qwen3", "qwen3_moe"), **mixture,
     )  # fmt: skip
+
+
+def _dense_blocks(config: Mapping[str, Any], name: str, blocks: int) -> set[int]:
+    """Return the numbers of the blocks without experts. Raises ConfigError."""
+    found = config.get("mlp_only_layers") or []
+    if not isinstance(found, list) or not all(isinstance(one, int) for one in found):
+        raise ConfigError(f"{name}: mlp_only_layers", found, "expected a list of numbers of blocks")
+    return {one for one in found if 0 <= one < blocks}
 
 
 def _gpt(config: Mapping[str, Any], name: str) -> Decoder:

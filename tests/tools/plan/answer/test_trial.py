@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def test_the_fastest_that_ran_is_kept_and_a_failure_is_told(
     (tmp_path / "train.py").write_text("raise SystemExit('must not run again')")
     again = tried([TWO], CLUSTER, command, tmp_path / "out", {}, said.append)
     assert again[0].seconds == pytest.approx(0.4)
+    for changed, base in ((replace(TWO, length=64), {}), (TWO, {"gradient_clipping": 1.0})):
+        with pytest.raises(CompareError, match="no plan ran"):
+            tried([changed], CLUSTER, command, tmp_path / "out", base, said.append)
 
 
 def test_plans_that_all_fail_are_one_line_that_names_the_rank(

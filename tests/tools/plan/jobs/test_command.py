@@ -72,6 +72,21 @@ def test_jobs_get_files_that_start_them(folder: Path, capsys: pytest.CaptureFixt
     assert not Path("plans/c").exists()
 
 
+def test_jobs_of_one_node_start_on_their_own_devices_and_ports(folder: Path) -> None:
+    """DeepSpeed's launcher would start both on the node's first device, at one port."""
+    two = {"most": 1}
+    assert decide([job(name, command=[], ranks=two) for name in "ab"]) == 0
+    assert sorted(ranks_of().values()) == [[0], [1]]
+    for name, ranks in ranks_of().items():
+        *_, devices, _, start = Path(f"plans/{name}/start.sh").read_text().splitlines()
+        assert devices == f"export CUDA_VISIBLE_DEVICES={ranks[0]}"
+        port = 29500 + ranks[0]
+        launcher = f"exec torchrun --nnodes 1 --nproc-per-node 1 --master-port {port} -m "
+        assert start.startswith(f"{launcher}hybridcomp.run SCRIPT --deepspeed_config /")
+    command = ["deepspeed", "--num_gpus", "{node_ranks}", "train.py"]
+    assert decide([job("a", command=command, ranks=two)]) == cli.BAD_INPUT
+
+
 def test_the_next_decision_goes_on_from_the_last(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

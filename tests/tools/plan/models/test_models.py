@@ -391,3 +391,21 @@ def test_arguments_of_megatron_as_it_derives_them() -> None:
         read_model(f"{line} '")
     with pytest.raises(ConfigError, match="num_experts: found '4x'"):
         read_model(f"{line} --position-embedding-type rope --num-experts 4x")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mlp_only_layers": 1}, "mlp_only_layers: found 1; expected a list"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: found 9; expected at most the 4"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100,
+        "num_attention_heads": 4, "intermediate_size": 128, "moe_intermediate_size": 32,
+        "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0, 7],
+    }  # fmt: skip
+    assert decoder(config, "m").dense_blocks == 1
+    with pytest.raises(ConfigError, match=said):
+        decoder({**config, **changed}, "m")

@@ -86,8 +86,7 @@ def test_the_written_file_is_valid_and_says_its_bits(
     assert traffic is not None
     told = bits_between.told(*traffic)
     assert told in list(report.details(best, machines(24)))
-    bits = told[: told.index(" (natively")]  # the file has hpZ natively, the plan's layout nothing
-    assert bits in capsys.readouterr().out, "validate says what plan says"
+    assert told in capsys.readouterr().out, "validate says what plan says"
     plain = Layout(data=32, zero_stage=1)
     assert "zero_hpz_partition_size" not in files.ds_config(
         type(best)(plain, Choices(), best.prediction, "m", "c", "b", 8, "bf16", "deepspeed"), {},
