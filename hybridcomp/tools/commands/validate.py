@@ -13,10 +13,18 @@ from hybridcomp.channels.accounting.ledger_file import unwritable
 from hybridcomp.channels.checkpoint import checkpoint_note
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.hierarchical.discovery import check_widths
-from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, load_config
+from hybridcomp.config import (
+    BLOCK,
+    CompressionConfig,
+    describe,
+    idle_notes,
+    load_config,
+    read_source,
+)
 from hybridcomp.config import notes as dtype_notes
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.rules import accelerate
 from hybridcomp.patches.rules import ds_check as check
 from hybridcomp.patches.rules import neox as neox_rules
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
@@ -33,6 +41,10 @@ DEEPSPEED_START = """\
 start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {file}
         or  torchrun ... -m hybridcomp.run SCRIPT ... (accelerate launch likewise)
         or  hybridcomp.install() in the script, before DeepSpeed's engine is built;
+            {silent}"""
+ACCELERATE_START = """\
+start with  accelerate launch --config_file {file} -m hybridcomp.run SCRIPT ...
+        or  hybridcomp.install() in the script, before accelerator.prepare;
             {silent}"""
 NEOX_START = """\
 start with  GPT_NEOX_HOME=CHECKOUT python -m hybridcomp.patches.neox {file}
@@ -72,6 +84,7 @@ def lines(
     bits_between.check_frozen(frozen)
     found = read_job_file(file)
     bare, neox = found.whose == "block", found.whose == "neox"
+    launched = accelerate.has_keys(read_source(file))
     source = found.settings
     saving = source.get("checkpoint")
     universal = isinstance(saving, Mapping) and bool(saving.get("load_universal"))
@@ -84,7 +97,8 @@ def lines(
         elif "sharding" in source and beside.is_file():  # FSDP2 settings of a plan
             todo = f" unless HYBRIDCOMP_CONFIG names {beside}: hybridcomp validate {beside}"
         else:
-            todo = f'; add "{BLOCK}": {{"preset": "recommended"}} to compress'
+            to = f" to the file that {accelerate.FILE} names" if launched else ""
+            todo = f'; add "{BLOCK}": {{"preset": "recommended"}}{to} to compress'
         yield f"{file}: {why}; everything stays native{todo}"
         if checkpoint is not None:
             yield from _resumed(None, checkpoint, universal)
@@ -118,7 +132,8 @@ def lines(
         yield link_picture.write(picture, block, found, job)
     if checkpoint is not None:
         yield from _resumed(block, checkpoint, universal)
-    start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
+    by_launcher = ACCELERATE_START if launched else DEEPSPEED_START
+    start = BARE_START if bare else NEOX_START if neox else by_launcher
     # escaped, so that a surrogate pair stays two code units
     text = json.dumps(str(file), ensure_ascii=False)
     yield start.format(file=shlex.quote(str(file)), text=text, block=BLOCK, silent=SILENT)

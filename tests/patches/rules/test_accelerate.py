@@ -39,7 +39,9 @@ def test_the_file_that_it_names_is_the_job(
     assert (found.whose, found.job.stage, found.dtype) == ("deepspeed", 2, "bf16")
     assert found.accumulation == 1, "Accelerate's default"
     assert cli.main(["validate", str(path)]) == 0
-    assert f"{path}: valid" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{path}: valid" in out
+    assert f"start with  accelerate launch --config_file {path} -m hybridcomp.run SCRIPT" in out
     assert cli.main(["pays", str(path)]) == 0
     assert capsys.readouterr().out.startswith("bf16 messages among 8 ranks, ZeRO 2")
 
@@ -67,6 +69,8 @@ def test_settings_of_its_own(
     assert found.accumulation == (4 if "gradient_accumulation_steps" in section else None)
     assert cli.main(["pays", str(path)]) == 0
     assert "has no block" in capsys.readouterr().out
+    assert cli.main(["validate", str(path)]) == 0
+    assert "to the file that deepspeed_config_file names" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_settings_of_its_own(
         (
             {"distributed_type": "DEEPSPEED",
              "deepspeed_config": {"deepspeed_config_file": "absent.json"}},
-            "ds_config", "existing file",
+            "deepspeed_config.deepspeed_config_file", "existing file",
         ),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": 3}, "deepspeed_config", "an object"),
         (
