@@ -18,8 +18,8 @@ from hybridcomp.job.launcher import start_command
 
 #: options by which scripts and the Trainer name the DeepSpeed file
 OPTIONS = ("--deepspeed_config", "--deepspeed")
-#: module that only hybridcomp.run, install, attach and publish import
-ACTING = "hybridcomp.patches"
+#: module that only hybridcomp.run and ``install`` import, and the one that has attached models
+ARMING, ATTACHED = "hybridcomp.patches.registry", "hybridcomp.patches.torch.steps"
 
 
 def watch() -> None:
@@ -46,7 +46,8 @@ def _missing() -> Iterator[str]:
     """Yield warnings: in a job of several ranks about an unused block, in any about losses."""
     import torch.distributed as dist
 
-    if ACTING in sys.modules:
+    attached = sys.modules.get(ATTACHED)
+    if ARMING in sys.modules or (attached is not None and attached.living()):
         return
     if file := os.environ.get(RECORD):
         yield (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import ConfigError
 from hybridcomp.escaping import TOO_DEEP, MissingPackage, parsed_yaml
 
@@ -40,9 +41,10 @@ def read_source(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     try:
         text = base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
-        raise ConfigError(
-            SOURCE, source[:80], "expected an existing file, an object or base64 of JSON"
-        ) from None
+        todo = "expected an existing file, an object or base64 of JSON"
+        if source in PRESETS:
+            todo = f'{todo}: write {{"preset": "{source}"}}'
+        raise ConfigError(SOURCE, source[:80], todo) from None
     return _parse(text, "base64 text")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.config.error_messages import NOTHING, Shown, show
-from hybridcomp.config.sources import read_source
+from hybridcomp.config.sources import SOURCE, read_source
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules.ds_settings import AUTO, ZERO
 
@@ -58,7 +58,12 @@ def ds_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             key, show(found), f"Accelerate refuses it beside {FILE}; write it into that file"
         )
-    settings = dict(read_source(str(named)))
+    try:
+        settings = dict(read_source(str(named)))
+    except ConfigError as error:
+        if error.key != SOURCE:
+            raise
+        raise ConfigError(f"{SECTION}.{FILE}", error.found, error.todo) from None
     if ZERO not in settings:
         raise ConfigError(f"{named}: {ZERO}", NOTHING, "Accelerate expects it in this file")
     settings.setdefault("gradient_accumulation_steps", 1)

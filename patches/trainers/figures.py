@@ -12,7 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from hybridcomp.job.launcher import start_command
+from hybridcomp.log import say
 from hybridcomp.patches.torch.attach import ATTRIBUTE
+from hybridcomp.patches.torch.auto_attach import ARMED
 from hybridcomp.session.engine_session import session_of
 
 
@@ -25,6 +28,15 @@ def take(model: nn.Module | None) -> dict[str, float]:
     if model is None:
         return {}
     return {name: value for reporter in reporters(model) for name, value in reporter.take_events()}
+
+
+def say_if_idle(model: nn.Module) -> None:
+    """Warn that there will be no figures: ``install`` was not called, and no part is attached."""
+    if not ARMED.armed and not any(reporters(model)):
+        say(
+            f"WARNING: nothing is compressed, despite the callback: start with {start_command()}, "
+            "or call hybridcomp.install() before the model is wrapped"
+        )
 
 
 def reporters(model: nn.Module) -> Iterator[Any]:

@@ -28,7 +28,7 @@ from hybridcomp.log import say
 from hybridcomp.metric_names import trainer_name
 from hybridcomp.patches.torch import steps
 from hybridcomp.patches.torch.attach import unwrapped
-from hybridcomp.patches.trainers.figures import reporters, take
+from hybridcomp.patches.trainers.figures import reporters, say_if_idle, take
 
 if TYPE_CHECKING:
     from hybridcomp.config import CompressionConfig
@@ -69,6 +69,7 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
             if self._block is not None:
                 todo = 'under DeepSpeed it stands in the DeepSpeed file, as "compression"'
                 raise ConfigError(BLOCK, Shown("a block of the callback"), todo)
+            say_if_idle(self._trainer.model_wrapped)
             return
         self._attach(args)
         if state.global_step and steps.living():

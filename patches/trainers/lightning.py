@@ -11,11 +11,15 @@ from typing import Any
 
 import lightning
 
-from hybridcomp.patches.trainers.figures import take
+from hybridcomp.patches.trainers.figures import say_if_idle, take
 
 
 class LedgerCallback(lightning.Callback):  # type: ignore[misc]
     """Log the ledger's figures: ``lightning.Trainer(callbacks=[LedgerCallback()], ...)``."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Warn where there will be no figures."""
+        say_if_idle(trainer.strategy.model)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         """Log the report of this batch, if any, under Lightning's step number (from 0)."""

@@ -73,6 +73,8 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(binary)
+    with pytest.raises(ConfigError, match=r'write \{"preset": "recommended"\}'):
+        load_config("recommended")
 
 
 def test_advice_about_yaml_is_no_found_value(

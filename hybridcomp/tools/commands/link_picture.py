@@ -37,8 +37,8 @@ def write(path: Path, block: CompressionConfig, file: JobFile, job: JobSize | No
     nodes = job.world_size // job.ranks_per_node
     path.write_text(links.draw(title, rows, nodes, job.ranks_per_node), encoding="utf-8")
     text = "; ".join(
-        f"{row.name.partition(',')[0].lower()} {links.amount(row.block)} instead of "
-        f"{links.amount(row.native)}" for row in rows
+        f"{row.name.partition(',')[0].lower()} {links.amount(row.block, row.native)} instead of "
+        f"{links.amount(row.native, row.block)}" for row in rows
     )  # fmt: skip
     return f"  picture       {path}: a node's gradients and parameters of a step, {text}"
 

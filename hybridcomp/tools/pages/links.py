@@ -32,8 +32,8 @@ def draw(
     longest = max((max(link.native, link.block) for link in links), default=0.0) or 1.0
     rows = [
         (one_line(link.name), [
-            ("native", amount(link.native), BAR * link.native / longest),
-            ("block", amount(link.block), BAR * link.block / longest),
+            ("native", amount(link.native, link.block), BAR * link.native / longest),
+            ("block", amount(link.block, link.native), BAR * link.block / longest),
         ])
         for link in links
     ]  # fmt: skip
@@ -44,8 +44,9 @@ def draw(
     )  # fmt: skip
 
 
-def amount(megabytes: float) -> str:
-    """Format MB: three digits, and GB from 10,000 MB on."""
-    if megabytes >= 10_000:
-        return f"{megabytes / 1e3:,.1f} GB"
+def amount(megabytes: float, other: float = 0.0) -> str:
+    """Format MB: three digits, and GB where these or ``other``, beside them, are 10,000 MB."""
+    if max(megabytes, other) >= 10_000:
+        gigabytes = megabytes / 1e3
+        return f"{gigabytes:,.1f} GB" if gigabytes >= 1 else f"{gigabytes:.3g} GB"
     return f"{megabytes:,.0f} MB" if megabytes >= 100 else f"{megabytes:.3g} MB"

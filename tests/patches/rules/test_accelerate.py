@@ -104,7 +104,7 @@ def test_settings_of_its_own(
         (
             {"distributed_type": "DEEPSPEED",
              "deepspeed_config": {"deepspeed_config_file": "absent.json"}},
-            "ds_config", "existing file",
+            "deepspeed_config.deepspeed_config_file", "existing file",
         ),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": 3}, "deepspeed_config", "an object"),
         (

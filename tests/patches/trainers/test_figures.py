@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
+from hybridcomp.patches.trainers import figures
 from hybridcomp.patches.trainers.figures import take
 from tests.ranks import RunRanks
 
@@ -48,5 +49,13 @@ def test_each_report_is_taken_once_on_every_rank(on_ranks: RunRanks) -> None:
         assert found == ranks[0]
 
 
-def test_a_model_that_nobody_attached_reports_nothing() -> None:
+def test_a_model_that_nobody_attached_reports_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert take(nn.Linear(2, 2)) == {} and take(None) == {}
+    figures.say_if_idle(nn.Linear(2, 2))
+    assert "WARNING: nothing is compressed, despite the callback" in capsys.readouterr().out
+    hybridcomp.install()
+    try:
+        figures.say_if_idle(nn.Linear(2, 2))
+        assert capsys.readouterr().out == ""
+    finally:
+        hybridcomp.uninstall()

@@ -119,6 +119,7 @@ def test_bars_have_the_lengths_of_their_figures_and_labels_stay_inside() -> None
 )  # fmt: skip
 def test_amounts(megabytes: float, told: str) -> None:
     assert amount(megabytes) == told
+    assert amount(megabytes, 12345.0).endswith(" GB")  # two figures to compare have one unit
 
 
 @pytest.mark.parametrize(
