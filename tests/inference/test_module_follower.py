@@ -74,8 +74,10 @@ def test_a_parameter_may_lie_otherwise_in_memory(chain: Path) -> None:
 
 def test_a_compiled_module_has_the_names_of_the_module(chain: Path) -> None:
     model = Plain()
-    model.get_submodule("model").norm = torch.compile(model.get_submodule("model.norm"))
-    ModuleFollower(torch.compile(model), chain).update()
+    norm: Any = torch.compile(model.get_submodule("model.norm"))
+    model.get_submodule("model").norm = norm
+    compiled: Any = torch.compile(model)
+    ModuleFollower(compiled, chain).update()
     found = {name.replace("_orig_mod.", ""): one for name, one in model.named_parameters()}
     assert bits(found.items()) == bits(values_of(VERSIONS).items())
 
