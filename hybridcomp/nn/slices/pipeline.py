@@ -140,10 +140,10 @@ class SlicePipeline:
         self.backward(passed)
         return passed.loss if self.is_last else None
 
-    def _check(self, tokens: Tensor) -> None:
-        if tokens.shape[1] != sum(self.slices):
+    def _check(self, what: str, values: Tensor) -> None:
+        if values.shape[1] != sum(self.slices):
             todo = f"the slices have {sum(self.slices)}; make both the same"
-            raise ConfigError("pp", Shown(f"sequences of {tokens.shape[1]} tokens"), todo)
+            raise ConfigError("pp", Shown(f"{what} of {values.shape[1]} tokens"), todo)
 
     def forward(self, tokens: Tensor, labels: Tensor, stage: StageLayers | None = None) -> Passed:
         """Run the forward passes of all slices of a batch as in ``step``, before ``backward``.
@@ -153,7 +153,9 @@ class SlicePipeline:
         and also if stages differ in slices, width or dtype, or if hidden states do not have the
         declared shape.
         """
-        self._check(tokens)
+        self._check("sequences", tokens)
+        if self.is_last:
+            self._check("labels", labels)
         self._agree()
         run, edges = stage or self.stage, self._edges
         past, inputs, outputs, sent = KVCache(sum(self.slices)), [], [], []

@@ -162,8 +162,11 @@ def refused() -> None:
     with pytest.raises(ConfigError, match="at least one token"):
         SlicePipeline(Stage(1), (3, 0), WIDTH, loss_of)
     pipeline = SlicePipeline(Stage(1), (3, 4), WIDTH, loss_of)
-    with pytest.raises(ConfigError, match="the slices have 7"):
-        pipeline.step(*batch())
+    tokens, labels = batch()
+    with pytest.raises(ConfigError, match="found sequences of .* tokens; the slices have 7"):
+        pipeline.step(tokens, labels)
+    with pytest.raises(ConfigError, match="found labels of 8 tokens; the slices have 7"):
+        pipeline.step(tokens[:, :7], labels[:, :8].float())
 
 
 def test_slices_that_do_not_fit_are_refused(on_ranks: RunRanks) -> None:
