@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import hybridcomp
 from tests.elastic.jobs import LENGTH, SAMPLES, Case, Segment, build_torch, run
