@@ -74,10 +74,11 @@ def test_a_parameter_may_lie_otherwise_in_memory(chain: Path) -> None:
 
 def test_a_compiled_module_has_the_names_of_the_module(chain: Path) -> None:
     model = Plain()
-    norm: Any = torch.compile(model.get_submodule("model.norm"))
-    model.get_submodule("model").norm = norm
-    compiled: Any = torch.compile(model)
-    ModuleFollower(compiled, chain).update()
+    owner = model.get_submodule("model")
+    inner: Any = torch.compile(owner.get_submodule("norm"))
+    owner.add_module("norm", inner)
+    outer: Any = torch.compile(model)
+    ModuleFollower(outer, chain).update()
     found = {name.replace("_orig_mod.", ""): one for name, one in model.named_parameters()}
     assert bits(found.items()) == bits(values_of(VERSIONS).items())
 

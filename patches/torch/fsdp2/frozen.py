@@ -4,6 +4,9 @@
 of its trained parameters; the others are decoded. Before each gather the ranks of the group
 exchange one bit per weight: whether its shard has changed since it was kept, or trains from now on.
 Backward gathers of ``reshard_after_forward=N`` return the values that the forward pass used.
+
+Torch gathers a group of several dtypes, such as bf16 weights and fp32 adapters, as bytes; here each
+parameter is kept, and the trained ones are sent, in their own dtype.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from hybridcomp.config.parameter import FrozenConfig
 from hybridcomp.job.gates import gate
 from hybridcomp.job.together import together
 from hybridcomp.patches.torch.fsdp2.members import Members
+from hybridcomp.patches.torch.fsdp2.rules import dtype_of
 
 #: the operation, for messages
 WHAT = "zero: gathering frozen weights to keep them"
@@ -40,10 +44,15 @@ class FrozenGather:
         """Return the bytes that this rank keeps."""
         return sum(kept.nbytes for kept, _ in self._kept.values())
 
-    def serves(self, group: dist.ProcessGroup) -> bool:
-        """Return whether ``group`` has frozen parameters, or had some at the last gather."""
+    def serves(self, group: dist.ProcessGroup, share: Tensor) -> bool:
+        """Return whether ``group`` has frozen parameters, or had some at the last gather.
+
+        ``share``: this rank's shards; extensions of torch may send others than the parameters.
+        """
         whole = self._members.shards
         if whole is None or group.size() != whole.size():
+            return False
+        if self._stretches(group.size(), share.dtype)[-1].stop != share.numel():
             return False
         return bool(self._kept) or len(self._members.trained) < len(self._members.members)
 
@@ -64,10 +73,11 @@ class FrozenGather:
             native: function that gathers as torch does.
         """
         rows = output.view(group.size(), -1)
-        stretches = self._stretches(len(rows))
-        moves = sorted(self._members.trained)
-        if output.dtype not in VALUE_DTYPES:
-            moves = list(range(len(stretches)))
+        stretches, dtypes = self._stretches(len(rows), output.dtype), self._dtypes(output.dtype)
+        plain = {place for place, dtype in enumerate(dtypes) if dtype not in VALUE_DTYPES}
+        moves = sorted({*self._members.trained, *plain})
+        kinds = {dtypes[place] for place in moves}
+        kind = kinds.pop() if len(kinds) == 1 else output.dtype
         own: list[Tensor] = []  # ``share`` by parameter, copied since it is a view of ``output``
         message: list[Tensor] = []  # output and input of the gather of trained parameters
 
@@ -75,26 +85,29 @@ class FrozenGather:
             if not own:
                 copied = share.clone()
                 if moves:
-                    part = torch.cat([copied[stretches[place]] for place in moves])
+                    part = torch.cat([copied[stretches[place]] for place in moves]).view(kind)
                     message.extend((part.new_empty(len(rows) * part.numel()), part))
-                own.extend(copied[stretch] for stretch in stretches)
+                both = zip(stretches, dtypes, strict=True)
+                own.extend(_typed(copied[stretch], dtype) for stretch, dtype in both)
             return own
 
         self._drop_changed(shards, output.device, group)
         lacking = [p for p in range(len(stretches)) if p not in moves and p not in self._kept]
         if lacking:
             with together(WHAT, lambda: self._forget(lacking), votes=True, group=group):
-                part = torch.cat([shards()[place] for place in lacking])
+                part = torch.cat([shards()[place].view(rows.dtype) for place in lacking])
                 found = part.new_empty(len(rows) * part.numel())
                 self._natively(found, part, group, native)
                 for place, values in self._apart(found, rows, lacking, stretches):
-                    self._keep(place, values, own[place])
+                    self._keep(
+                        place, values.reshape(-1).contiguous().view(dtypes[place]), own[place]
+                    )
         if moves:
             shards()
             trained(message[0], message[1], moves)
         self._put(rows, stretches, lacking, group)
         if moves:
-            self._take(message[0], rows, moves, stretches)
+            self._take(message[0].view(rows.dtype), rows, moves, stretches)
 
     def _take(
         self, found: Tensor, rows: Tensor, places: Sequence[int], stretches: Sequence[slice]
@@ -121,7 +134,7 @@ class FrozenGather:
         spared = 0
         for place, (kept, _) in self._kept.items():
             stretch = stretches[place]
-            rows[:, stretch].copy_(kept.decoded().view(len(rows), -1))
+            rows[:, stretch].copy_(kept.decoded().view(rows.dtype).view(len(rows), -1))
             spared += (stretch.stop - stretch.start) * (place not in lacking)
         raw = native_nbytes.all_gather_nbytes(spared, rows.dtype, len(rows))
         meter, ring = self._channel.meter(rows.device), self._channel.group(group).ring
@@ -146,7 +159,7 @@ class FrozenGather:
     def _keep(self, place: int, values: Tensor, own: Tensor) -> None:
         member = self._members.members[place]
         is_vector = member.numel == member.rows
-        kept = KeptWeights(values.reshape(-1), self._settings, is_vector)
+        kept = KeptWeights(values, self._settings, is_vector)
         (own_hash,) = hashes_of([own])
         self._kept[place] = kept, own_hash
 
@@ -171,9 +184,22 @@ class FrozenGather:
             if flag:
                 del self._kept[place]
 
-    def _stretches(self, ranks: int) -> list[slice]:
-        """Return the range of each parameter in a shard."""
+    def _dtypes(self, sent: torch.dtype) -> list[torch.dtype]:
+        """Return each parameter's dtype in a gather of dtype ``sent``: uint8 if they differ."""
+        every = self._members.group.fsdp_params
+        if sent != torch.uint8:
+            return [sent] * len(every)
+        return list(map(dtype_of, every))
+
+    def _stretches(self, ranks: int, sent: torch.dtype) -> list[slice]:
+        """Return the range of each parameter in a shard of dtype ``sent``."""
         edges = [0]
-        for member in self._members.members:
-            edges.append(edges[-1] + member.chunk(ranks))
+        for member, dtype in zip(self._members.members, self._dtypes(sent), strict=True):
+            width = dtype.itemsize // sent.itemsize
+            edges.append(edges[-1] + member.chunk(ranks) * width)
         return [slice(edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
+
+
+def _typed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``values``, or their bytes as values of ``dtype``, which need memory of their own."""
+    return values if values.dtype == dtype else values.clone().view(dtype)

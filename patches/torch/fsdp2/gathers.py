@@ -32,6 +32,12 @@ from hybridcomp.patches.torch.fsdp2.kept import KeptGather
 from hybridcomp.patches.torch.fsdp2.members import Members
 from hybridcomp.patches.torch.fsdp2.slot import HandleWork
 
+#: said where torch gathers bytes
+BYTES = (
+    "zero: a group whose parameters have several dtypes is gathered as bytes, natively; name one "
+    "in MixedPrecisionPolicy(param_dtype=...), or call fully_shard on parameters of one dtype"
+)
+
 
 @dataclass(eq=False, kw_only=True)
 class _ParameterGather(channels.AllGather):
@@ -108,7 +114,7 @@ class EncodedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather ``input_tensor``, here a view of ``output_tensor``, into ``output_tensor``."""
-        if self._frozen is not None and self._frozen.serves(group):
+        if self._frozen is not None and self._frozen.serves(group, input_tensor):
             trained = functools.partial(self._gather, group=group, async_op=False)
             self._frozen.gather(output_tensor, input_tensor, group, trained, self.native)
             return Works([], None) if async_op else None
@@ -124,6 +130,8 @@ class EncodedAllGather(AllGather):
         async_op: bool,
     ) -> dist.Work | None:
         """Gather shards of the parameters ``places`` (indices; None: all), as the block says."""
+        if output_tensor.dtype == torch.uint8 and self._channel.active:
+            say(BYTES)
         message = _ParameterGather(
             numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
             shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,

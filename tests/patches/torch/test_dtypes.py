@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import hybridcomp
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import rules
+from hybridcomp.patches.torch.fsdp2 import rules as fsdp2_rules
+from hybridcomp.session.engine_session import EngineSession
 from tests.patches.torch.trainer import squares
 from tests.ranks import RunRanks
 
@@ -132,6 +139,66 @@ def test_sparse_gradients_travel_natively_beside_encoded_ones(module_ranks: RunR
         every, native = found["counts"]
         assert native == 3 and every > native, "the embedding's rows, once in each step"
         assert 0 < found["wire"] < 1
+
+
+class Adapted(nn.Module):
+    """A frozen product in bf16 beside a trained one in fp32, which FSDP2 gathers as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)  # a value of one rank
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        found: Tensor = self.base(values.bfloat16()).float() + self.adapter(values)
+        return found * self.scale
+
+
+def adapters() -> list[bool]:
+    native = trained(fully_shard(seeded(Adapted)), None)[0]
+    exact: dict[str, Any] = {"codec": "mpc", "frozen": "device"}
+    kept, attached = trained(fully_shard(seeded(Adapted)), {"zero": exact})
+    plain = trained(fully_shard(seeded(Adapted)), {"zero": {"codec": "mpc"}})[0]
+    every, passed = messages(attached, "zero")
+    return [kept == native, plain == native, every > passed > 0]
+
+
+def test_frozen_weights_of_another_dtype_are_kept_beside_trained_ones(
+    module_ranks: RunRanks,
+) -> None:
+    assert module_ranks(2, adapters) == [[True] * 3] * 2
+
+
+class Backwards(frozenset[torch.dtype]):
+    """A set that rank 1 iterates over the other way round, as processes do by their addresses."""
+
+    def __iter__(self) -> Iterator[torch.dtype]:
+        return iter(sorted(frozenset.__iter__(self), key=str, reverse=dist.get_rank() == 1))
+
+
+def measured() -> list[str]:
+    """Return the dtypes in which this rank measures messages of a model of two dtypes."""
+    job_of = fsdp2_rules.job_of
+
+    def made(model: nn.Module, groups: list[Any]) -> Any:
+        found = job_of(model, groups)
+        return replace(found, dtypes=Backwards(found.dtypes))
+
+    seen = patch.object(EngineSession, "measure", autospec=True)
+    with patch.object(fsdp2_rules, "job_of", made), seen as measure:
+        hybridcomp.detach(attach_quietly(fully_shard(seeded(Adapted))))
+    return [str(call.args[2]) for call in measure.call_args_list]
+
+
+def attach_quietly(model: Any) -> Any:
+    hybridcomp.attach(model, {"zero": {"codec": "mpc"}, "min_bytes": 0})
+    return model
+
+
+def test_ranks_measure_in_the_same_dtype(module_ranks: RunRanks) -> None:
+    first, second = module_ranks(2, measured)
+    assert first == second and first[0] == "torch.bfloat16"
 
 
 def test_complex_numbers_under_ddp_want_torch_213(monkeypatch: pytest.MonkeyPatch) -> None:

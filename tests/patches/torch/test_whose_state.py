@@ -97,7 +97,8 @@ def wrapped(engine: str, folder: Path) -> list[bool]:
         for is_first, wrap in ((True, before), (False, after)):
             torch.manual_seed(0)
             layer: Any = nn.Linear(24, 24)
-            model: Any = nn.Sequential(layer if wrap is None else wrap(layer))
+            layer = layer if wrap is None else wrap(layer)
+            model: Any = nn.Sequential(layer)
             model = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
             state = attached(model)
             if is_first:
