@@ -34,8 +34,10 @@ from hybridcomp.tools.compare.wandb_parts import TRAINER_STEP, joined
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 BLOCK_NBYTES, RECORD_HEADER = 32768, struct.Struct("<IHB")
 FULL, FIRST, LAST = 1, 2, 4
-#: names of the training loss: ours, DeepSpeed pipelines', GPT-NeoX's, Megatron-LM's, the Trainer's
-LOSSES = (LOSS, "Train/Samples/train_loss", "train/lm_loss", "lm loss", "train/loss")
+#: DeepSpeed's name of the training loss, whose rows it numbers by samples
+BY_SAMPLES = "Train/Samples/train_loss"
+#: names of the training loss: ours, DeepSpeed's, GPT-NeoX's, Megatron-LM's, the Trainer's
+LOSSES = (LOSS, BY_SAMPLES, "train/lm_loss", "lm loss", "train/loss")
 VALID_LOSSES = (VALID_LOSS, "validation/lm_loss", "lm loss validation", "eval/loss")
 #: tokens of Hugging Face's Trainer
 TRAINER_TOKENS = "train/num_input_tokens_seen"
@@ -85,6 +87,8 @@ def read_training(*folders: Path) -> LoggedTraining:
     # W&B's step numbers come from the trainer: in DeepSpeed's monitors they are samples
     is_ours = any(TOKENS in values for values in history.values())
     steps = np.array(range(1, len(at) + 1) if is_ours else sorted(last), dtype=np.float64)
+    if next(iter(rows)) == BY_SAMPLES and len(at) > 1 and not is_ours:
+        steps = np.round(steps / np.diff(steps).min())  # DeepSpeed logs every step
     seconds = _at(history, "_runtime", at)
     check_curve(folder, steps, losses)
     return LoggedTraining(

@@ -54,6 +54,13 @@ for step in range(1, 31):
     run.log({"x" * 40: "y" * 3000}, step=step)  # larger than a block of the file, together
 run.finish()
 
+os.makedirs(f"{folder}/deepspeed")
+run = start("deepspeed", {"seed": 5})  # DeepSpeed's monitor alone, resumed after step 10
+for step in range(11, 31):
+    run.log({"Train/Samples/train_loss": 3 + 1 / step}, step=8 * step)
+    run.log({"Train/Samples/lr": 1.0}, step=8 * step)
+run.finish()
+
 # a stand-in for Hugging Face's Trainer: its callback's calls, with the names and config keys that
 # transformers 5.23 gave a run of GPT-2, and the ledger's figures put between them
 from hybridcomp.session import wandb_run
@@ -120,6 +127,12 @@ def test_our_run(folder: Path) -> None:
     row = found.ledger["dp"]["forward"]
     assert row["codec"] == "bf16" and row["wire_MB"] == 6.0 and row["ratio"] == 2.0
     assert row["error"] == pytest.approx(0.1) and row["codec_ms"] == 15.0
+
+
+def test_run_of_deepspeeds_monitor_is_by_steps(folder: Path) -> None:
+    found = read_training(offline(folder, "deepspeed"))
+    assert found.steps.tolist() == list(range(11, 31))
+    assert found.losses[-1] == pytest.approx(3 + 1 / 30)
 
 
 def test_run_of_gpt_neox(folder: Path) -> None:

@@ -91,6 +91,8 @@ def write(
     if ledger is not None:
         block["ledger"] = {**block.get("ledger", {}), "jsonl": str(ledger)}
     written = [path, config]
+    if port is not None and plan.engine == "neox":  # its own launcher reads the port there
+        base = {**(base or {}), "master_port": port}
     config.write_text(_engines_file(plan, block, base or {}), encoding="utf-8")
     if plan.engine == "fsdp2":
         (folder / MODULE).write_text(fully_shard.module(plan), encoding="utf-8")

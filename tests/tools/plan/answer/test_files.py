@@ -115,6 +115,8 @@ def test_neoxs_file_is_the_users_with_what_the_plan_decides(tmp_path: Path) -> N
     assert found["precision"] == "bfloat16" and found["checkpoint_activations"] is False
     assert found["deepspeed_extra_args"]["steps_per_print"] == 3
     assert found["deepspeed_extra_args"]["compression"]["preset"] == "planned"
+    files.write(plan(engine="neox"), CLUSTER, tmp_path, settings, port=29504)
+    assert json.loads((tmp_path / "neox.yml").read_text())["master_port"] == 29504
 
 
 def test_the_users_command_is_filled_in_and_runs(tmp_path: Path) -> None:
