@@ -105,6 +105,12 @@ def published(folder: Path, kind: str) -> list[bool]:
         dist.barrier()
         with torch.no_grad():
             layer.lora_B["default"].weight.add_(1.0)
+    if kind == "names":  # merged already, as by ``merge_adapter``
+        layer.merged = True
+        merged.publish()
+        dist.barrier()
+        want["q_proj.weight"] = layer.base_layer.weight
+        found.append(same(received(folder / "merged"), want))
     alone.close()
     merged.close()
     return found
@@ -114,7 +120,7 @@ def published(folder: Path, kind: str) -> list[bool]:
 def test_adapters_alone_and_merged(on_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     if kind == "peft":
         pytest.importorskip("peft")
-    assert on_ranks(2, published, tmp_path, kind) == [[True] * 6] * 2
+    assert all(map(all, on_ranks(2, published, tmp_path, kind)))
 
 
 def refused(folder: Path) -> list[str]:
@@ -135,16 +141,20 @@ def refused(folder: Path) -> list[str]:
     saved = made("names")
     saved.base_model.model.norm.modules_to_save = nn.ModuleDict({"default": nn.Linear(2, 2)})
     attempt(DistributedDataParallel(saved), "adapters")
+    dora = made("names")
+    dora.base_model.model.q_proj.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(2, 2)})
+    attempt(DistributedDataParallel(dora), "merged")
     return told
 
 
 def test_what_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
-    for none, two, other, cut, saved in on_ranks(2, refused, tmp_path):
+    for none, two, other, cut, saved, dora in on_ranks(2, refused, tmp_path):
         assert "publish.lora: found a model without adapters" in none
         assert "found adapters one, two; expected one adapter" in two
         assert "expected one of adapters, merged" in other
         assert "the base is cut among the ranks" in cut
         assert "modules_to_save.default" in saved
+        assert "lora_magnitude_vector.default.bias; neither adapters alone nor" in dora
     with pytest.raises(PublishError, match="publish.lora: merged.* or load adapters alone"):
         refuse_configuration(None, {f"{PREFIX}lora_A.weight": (2, 8)}, ())
 
