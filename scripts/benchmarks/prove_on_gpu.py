@@ -13,7 +13,7 @@ is a command whose output goes to OUT/NAME.log; test steps run in parallel. The 
 steps come first. A successful step is not repeated (--again repeats it); a failed step is reported,
 the next one begins, and another call repeats it last. With --minutes, steps that do not fit the
 time left are postponed, resumable steps stop in time and continue in the next call, and others are
-ended where they take a quarter longer than planned. --pack is written whenever a step has ended.
+ended where they take half as long again as planned. --pack is written whenever a step has ended.
 docs/results/gpu_proof.md lists the expected figures and which were ever measured.
 
 On a machine that is lent bare for minutes, without a network:
