@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.job import peer_liveness
 from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
 from hybridcomp.session import closing
@@ -55,13 +57,15 @@ def run(options: argparse.Namespace) -> int:
     mine = not dist.is_initialized()
     if mine:
         _meet(device)
+    peer_liveness.announce()  # so that the error names a rank that ends meanwhile
     try:
         hierarchy = _hierarchy(options)
         with ending("hybridcomp measure"):
-            cluster = measure(
-                device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks,
-                drive=options.drive,
-            )  # fmt: skip
+            with _naming_the_lost():
+                cluster = measure(
+                    device, options.seconds, hierarchy=hierarchy, dtype=options.dtype,
+                    blocks=blocks, drive=options.drive,
+                )  # fmt: skip
             kept = remembered.keep(cluster, device)
         with together("hybridcomp measure"):
             if dist.get_rank() == 0:
@@ -71,6 +75,18 @@ def run(options: argparse.Namespace) -> int:
         if mine:
             dist.destroy_process_group()
     return 0
+
+
+@contextlib.contextmanager
+def _naming_the_lost() -> Iterator[None]:
+    """Turn a failed message's error into one that names the rank that is missing."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = peer_liveness.lost(error, "hybridcomp measure")
+        if found is None:
+            raise
+        raise found from error
 
 
 def _write(cluster: Cluster, out: Path, kept: str) -> None:

@@ -50,6 +50,9 @@ MICRO_BATCHES = 3
 #: over slow links that takes longer than LONG_S is run LEAST_LONG times at least
 WARM, LEAST, LEAST_LONG, MOST = 1, 4, 2, 40
 LONG_S = 0.5
+#: trainings are left out where starting them, or their first steps, take longer than this and than
+#: the whole measurement may
+PATIENCE_S = 60.0
 #: fraction of a device's memory that all models together may take; bytes per parameter in training
 SHARE, VALUE_NBYTES = 0.25, 28
 #: timings of a block in every round; fewer if one timing spans several CPU-quota periods
@@ -115,8 +118,16 @@ def training_rows(
     dtype = torch.bfloat16 if team.device.type == "cuda" else torch.float32
     alone = Alone(size, team.device, dtype)
     with _installed():
-        jobs = [_started(team, size, dtype, *training) for training in trainings]
-        _rounds(team, clock, part, jobs, alone)
+        jobs, begin = list[_Job](), time.perf_counter()
+        for training in trainings:
+            if team.most([time.perf_counter() - begin])[0] <= _limit_s(part):
+                jobs.append(_started(team, size, dtype, *training))
+        if len(jobs) < len(trainings) or not _rounds(team, clock, part, jobs, alone):
+            say(
+                f"a step of each small training takes more than {_limit_s(part):g} s over these "
+                "links: what an engine's step costs is not measured; more --seconds would"
+            )
+            return [], []
     name = DTYPE_NAMES[dtype]
     rows = [_row(team, job, size, parameters, name) for job in jobs]
     return rows, alone.rows(team.rank, name)
@@ -146,21 +157,31 @@ def _installed() -> Iterator[None]:
 
 def _rounds(
     team: Team, clock: CallClock, part: MeasuredPart, jobs: list[_Job], alone: Alone
-) -> None:
-    """Run rounds, a step of each training and some passes of the block, until time is over."""
+) -> bool:
+    """Run rounds, a step of each training and some passes of the block, until time is over.
+
+    Returns False where the first round takes too long (``PATIENCE_S``).
+    """
     least = WARM + LEAST
     for number in range(WARM + MOST):
         begin = time.perf_counter()
         for job in jobs if number % 2 == 0 else reversed(jobs):
             team.barrier()
             job.step()
+            if not number and team.most([time.perf_counter() - begin])[0] > _limit_s(part):
+                return False
         team.barrier()
         alone.time(clock)
         if team.most([time.perf_counter() - begin])[0] > LONG_S * len(jobs):
             least = WARM + LEAST_LONG
         allowance = part.each(max(1, least - 1 - number))
         if number + 1 >= least and not allowance:
-            return
+            break
+    return True
+
+
+def _limit_s(part: MeasuredPart) -> float:
+    return max(PATIENCE_S, part.whole_s)
 
 
 def _started(

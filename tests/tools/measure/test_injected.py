@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from hybridcomp.job import agreement
+from hybridcomp.errors import PeerError
+from hybridcomp.job import agreement, peer_liveness
 from hybridcomp.session import closing
 from hybridcomp.tools.measure import command
 from hybridcomp.tools.measure.run import measure
@@ -122,3 +123,11 @@ def test_a_file_that_is_cut_replaces_none(tmp_path: Path) -> None:
     with mock.patch.object(Path, "replace", side_effect=cut), pytest.raises(OSError, match="space"):
         cluster_file.write(Cluster(cluster_ranks(2)), path)
     assert path.read_text() == "measured before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_rank_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends say that a connection was closed, and not whose."""
+    gone = PeerError("rank 1 (process 7 on node1) has ended")
+    monkeypatch.setattr(peer_liveness, "lost", lambda error, where: gone)
+    with pytest.raises(PeerError, match="rank 1 .* has ended"), command._naming_the_lost():
+        raise RuntimeError("gloo: Connection reset by peer")
