@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from hybridcomp.channels import Channels, channels_of
+from hybridcomp.patches.ds.step_ends import LATE, at_the_end, make_step
 from tests.ranks import run_ranks
 from tests.training.trainer import Job, make_engine, train_step
 
@@ -52,3 +56,19 @@ def test_destroyed_engines_are_gone(tmp_path: Path) -> None:
     ledgers = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
     assert len(ledgers) == 3 * RUNS
     assert all('"summary": true' in lines[-1] for lines in ledgers)  # written when destroyed
+
+
+def test_a_step_raises_the_error_that_came_first() -> None:
+    """It may have closed the connections, which the step then says."""
+
+    def fails() -> None:
+        raise ValueError("cause")
+
+    def step(engine: Any) -> None:
+        at_the_end(engine, fails)
+        raise RuntimeError("closed")
+
+    engine = SimpleNamespace()
+    with pytest.raises(ValueError, match="cause"):
+        make_step(step)(engine)
+    assert LATE not in vars(engine)
