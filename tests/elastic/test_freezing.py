@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -21,6 +22,7 @@ import hybridcomp
 from hybridcomp.channels import channels_of
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.elastic.freezing import asked, chosen, nearest, target
+from hybridcomp.patches.ds.freezing import EngineLayers
 from tests.elastic.jobs import (
     FEEDBACK,
     WIDTH,
@@ -435,6 +437,12 @@ def test_names_modules_and_parameters_mean_the_same() -> None:
     assert asked("_orig_mod.0._checkpoint_wrapped_module.bias", named, "x") == ["0.bias"]
     assert nearest("10.weigth", named) == "10.weight" and not nearest("zzzz", named)
     assert nearest("encoder.laier", ["encoder.layer.up.weight"]) == "encoder.layer"
+
+
+def test_steps_that_were_skipped_are_no_steps() -> None:
+    layers = EngineLayers.__new__(EngineLayers)
+    layers._engine = SimpleNamespace(global_steps=7, skipped_steps=2)
+    assert layers.steps() == 5
 
 
 def test_the_rule_is_pipetransformers() -> None:

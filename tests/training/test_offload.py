@@ -51,7 +51,8 @@ FEW = 2
 LONG = [kind for kind in KINDS if NIGHTLY]
 KINDS = {name: job if name in LONG else replace(job, steps=SHORT) for name, job in KINDS.items()}
 VARIANTS = {
-    **{f"accumulation-zero{stage}-{dtype}": offloading(stage, dtype, accumulation=3)
+    **{f"accumulation-zero{stage}-{dtype}": offloading(  # every step clips
+           stage, dtype, accumulation=3, ds_json={"gradient_clipping": 0.05})
        for stage in (1, 2, 3) for dtype in ("fp32", "bf16")},
     **{f"accumulation_fp32-zero{stage}": offloading(
            stage, accumulation=2, ds_json={"data_types": {"grad_accum_dtype": "fp32"}})

@@ -6,10 +6,14 @@ import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from hybridcomp.channels import Channels, channels_of
+from hybridcomp.patches.ds.step_ends import LATE, at_the_end, make_step
 from hybridcomp.patches.ds.zero import frozen, secondary
 from hybridcomp.session import process
 from tests.ranks import run_ranks
@@ -116,3 +120,19 @@ def test_an_engine_sends_nothing_by_the_block_of_an_earlier_one_of_its_model() -
     ]
     for found in run_ranks(4, share, blocks, timeout=600.0):
         assert found == [(False, False)] * 2 * len(blocks)
+
+
+def test_a_step_raises_the_error_that_came_first() -> None:
+    """It may have closed the connections, which the step then says."""
+
+    def fails() -> None:
+        raise ValueError("cause")
+
+    def step(engine: Any) -> None:
+        at_the_end(engine, fails)
+        raise RuntimeError("closed")
+
+    engine = SimpleNamespace()
+    with pytest.raises(ValueError, match="cause"):
+        make_step(step)(engine)
+    assert LATE not in vars(engine)

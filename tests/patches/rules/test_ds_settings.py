@@ -117,6 +117,8 @@ def test_a_running_job_takes_what_its_engine_has_parsed() -> None:
     assert found["train_micro_batch_size_per_gpu"] == 4
     read = by_deepspeed.of_file(written) or {}  # the file has no number of ranks
     assert DeepSpeedJob(read).get("train_micro_batch_size_per_gpu") is None
+    ranks = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    assert by_deepspeed.of_file({"train_batch_size": 64, **ranks}) is not None  # of 8 ranks
     assert logging.root.manager.disable < logging.CRITICAL, "logs are silent in the parser alone"
     with pytest.raises(ConfigError, match='"zero_optimization.reduce_scatter": false'):
         check(block(dp="blockint"), found)
