@@ -69,8 +69,10 @@ def describe(
         lines.append(f"{'gathered':13} for roll-outs: {codec.spec if codec else 'none'}{kept}")
     if config.generate is not None:
         lines.append(f"{'generate':13} {config.generate.summary()}")
-    start = f"; all messages before step {config.start_step}" if config.start_step else ""
-    lines.append(f"{'also native':13} messages under {config.min_bytes} bytes{start}")
+    small = [f"messages under {config.min_bytes} bytes"] if config.min_bytes else []
+    early = [f"all messages before step {config.start_step}"] if config.start_step else []
+    if small or early:
+        lines.append(f"{'also native':13} {'; '.join(small + early)}")
     return lines
 
 

@@ -25,6 +25,8 @@ def test_describe_states_bits_and_ratios() -> None:
     assert any(line.startswith("native") and "zero, tp, ep, cp" in line for line in lines)
     assert "65536 bytes" in lines[-1]
     assert "before step 7" in lines[-1]
+    all_sizes = describe(parse({"dp": "bf16", "min_bytes": 0}))
+    assert not any(line.startswith("also native") for line in all_sizes)
 
 
 def test_notes_tell_what_saves_nothing() -> None:
