@@ -141,11 +141,11 @@ def test_another_parameter_of_an_engine_is_refused_by_name(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_thousand_versions(tmp_path: Path, world_size: int, stage: int) -> None:
-    found = run_ranks(world_size, published, tmp_path, (stage,), 1000, timeout=3500.0)
+def test_more_full_versions_follow(tmp_path: Path, world_size: int, stage: int) -> None:
+    """One before and one after the restart; ``test_chain`` publishes a thousand versions."""
+    found = run_ranks(world_size, published, tmp_path, (stage,), 210, timeout=800.0)
     assert found == [[]] * world_size
 
 
