@@ -212,7 +212,10 @@ class Pending(Generic[T]):
     def _advance(self) -> None:
         """Run to the next message, or to the end and then the callbacks."""
         try:
-            self._work = self._next()
+            try:
+                self._work = next(self._steps)
+            except StopIteration as stop:
+                self._work, self._result, self._completed = None, stop.value, True
             if self._completed:
                 callbacks, self._callbacks = self._callbacks, []
                 for callback in callbacks:  # may wait for further messages
@@ -223,14 +226,6 @@ class Pending(Generic[T]):
             if failure is error:
                 raise
             raise failure from error
-
-    def _next(self) -> Work | None:
-        """Run to the next message and return its work; None at the end."""
-        try:
-            return next(self._steps)
-        except StopIteration as stop:
-            self._result, self._completed = stop.value, True
-            return None
 
     def _failed(self, error: BaseException) -> BaseException:
         """Keep and return the error that ``wait()`` raises from now on: PeerError if a rank is

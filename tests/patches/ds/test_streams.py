@@ -128,7 +128,10 @@ def test_gradients_of_zero_3(gpu: Gpu, name: str) -> None:
     block, waits = BLOCKS[name]
     state, side = channels(**block), cuda.Stream()
     bucket = values_of(NUMEL)
-    optimizer = SimpleNamespace(is_gradient_accumulation_boundary=True)
+    optimizer = SimpleNamespace(
+        is_gradient_accumulation_boundary=True, contiguous_gradients=True, reduce_scatter=True,
+        all2all_process_group=None,
+    )  # fmt: skip
     setattr(optimizer, ATTRIBUTE, state)
     reduce = zero3.make_reduce_scatter_coalesced(lambda *_: [])
     params, held = parameters((NUMEL // 2,) * 2), []
