@@ -145,14 +145,14 @@ def _take_over(
     session.say(*channels.will_freeze({} if state is None else state.frozen))
     session.loss_scale = stored if loss_scale is None else loss_scale
     if step is not None:
-        channels.step = step
+        channels.continue_from(step)
     else:
         channels.resync()
         if state is None:
             lost = ["steps count from zero", *parts.lost]
             session.say(*checkpoint_note.lacking(folder, lost, bring))
             return
-        channels.step = state.step
+        channels.continue_from(state.step)
     if state is not None and parts.lost:
         bring = GONE
     session.say(*checkpoint_note.lacking(folder, parts.lost, bring))

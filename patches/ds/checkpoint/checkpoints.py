@@ -137,7 +137,7 @@ def make_load_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **
     if result[0] is None:
         return result
     if found is None:
-        session.channels.step = self.global_steps
+        session.channels.continue_from(self.global_steps)
         session.channels.residuals.clear()
     else:
         saved_session.take_over(session, found, loss_scale(self), self.global_steps, bring)
