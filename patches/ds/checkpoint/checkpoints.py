@@ -81,7 +81,8 @@ def make_save_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **
                 bound.arguments["save_dir"] = island_unit.folder_of(self, save_dir)
                 bound.arguments["tag"] = tag
                 gate()  # its gathers begin and end on all ranks
-                exact.enter_context(exact_weights.exact_parameters(self, session.channels))
+                weights = exact_weights.exact_parameters(self, session.channels, waits=True)
+                exact.enter_context(weights)
         return original(*bound.args, **bound.kwargs)
 
 

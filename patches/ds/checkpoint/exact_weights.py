@@ -41,19 +41,34 @@ GROUPS = (
 
 
 @contextmanager
-def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
-    """Gather exact weights into the module; restore training's decoded weights afterwards."""
+def exact_parameters(
+    engine: Any, channels: Channels | None, *, waits: bool = False
+) -> Iterator[None]:
+    """Gather exact weights into the module; restore training's decoded weights afterwards.
+
+    ``waits``: whether the ranks wait for each other in the body. If it fails on one rank, the
+    others are still in it, so a gather would never end: exact weights stay until the next step.
+    """
     if channels is None or not _encodes_weights(engine, channels):
         yield
         return
     offload_sums.refresh(engine.optimizer, channels, exact=("zero", "offload"))
     try:
         yield
-    finally:
-        decode_parameters(engine, channels)
-        if channels["zero"].delta:
-            _spread(engine, channels)
-        tied_weights.equalize(engine, channels)
+    except BaseException:
+        if waits:
+            forget(engine)
+        else:
+            _restore(engine, channels)
+        raise
+    _restore(engine, channels)
+
+
+def _restore(engine: Any, channels: Channels) -> None:
+    decode_parameters(engine, channels)
+    if channels["zero"].delta:
+        _spread(engine, channels)
+    tied_weights.equalize(engine, channels)
 
 
 def decode_parameters(engine: Any, channels: Channels) -> None:
