@@ -157,10 +157,12 @@ def _take_over(
         bring = GONE
     session.say(*checkpoint_note.lacking(folder, parts.lost, bring))
     if state is not None and state.step != channels.step:
+        later = state.step > channels.step
+        why = "as a later save did not end" if later else "saved again without hybridcomp"
         session.say(
             f"{folder / checkpoint.STATE} is of step {state.step}, and the checkpoint beside it of "
-            f"step {channels.step}, saved again without hybridcomp: residuals, and what guard and "
-            "when: auto decided, begin anew"
+            f"step {channels.step}, {why}: residuals, and what guard and when: auto decided, begin "
+            "anew"
         )
         return
     if parts.kept is None:

@@ -336,21 +336,27 @@ def test_damage_is_told_on_all_ranks_before_a_weight_changes(
 
 
 def write_fails(folder: str, delta: bool) -> tuple[int, str, list[float]]:
-    """Save where DeepSpeed cannot write, then train; return gathers, output and weights."""
+    """Save again where DeepSpeed cannot write, train, and load what the first save wrote.
+
+    Return the number of gathers, the output and the trained weights.
+    """
     from hybridcomp.patches.ds.checkpoint import exact_weights
 
     engine = make_engine(1, block={"zero": {"codec": "blockint", "bits": 4, "delta": delta}})
-    train(engine, 0, 3, dist.get_rank())
+    train(engine, 0, 2, dist.get_rank())
+    engine.save_checkpoint(folder, tag="last")
+    train(engine, 2, 3, dist.get_rank())
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
         mock.patch.object(engine.checkpoint_engine, "save", side_effect=full),
         mock.patch.object(exact_weights, "_restore") as gathers,
         pytest.raises(OSError, match=full.strerror),
     ):
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(folder, tag="last")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         train(engine, 3, 5, dist.get_rank())
-    weights = torch.cat([weight.detach().view(-1) for weight in engine.module.parameters()])
+        weights = torch.cat([weight.detach().view(-1) for weight in engine.module.parameters()])
+        engine.load_checkpoint(folder, tag="last")
     return gathers.call_count, out.getvalue(), weights.tolist()
 
 
@@ -362,6 +368,7 @@ def test_a_rank_that_cannot_write_gathers_nothing(
     first, second = module_ranks(2, write_fails, str(tmp_path), delta)
     assert first[0] == second[0] == 0
     assert "somebody wrote" not in first[1], "the next gather is exact"
+    assert "of step 3, and the checkpoint beside it of step 2, as a later save did" in first[1]
     assert first[2] == second[2]
 
 
