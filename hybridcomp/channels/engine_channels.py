@@ -157,6 +157,11 @@ class Channels(EngineState):
         lost = f"dp: what error feedback held back, of norm {norm:.3g} on rank 0 after step "
         return [f"{lost}{self.step}, goes into no step any more: {why}"] if norm else []
 
+    def continue_from(self, step: int) -> None:
+        """Count on from a checkpoint's ``step``, where dimensions that fell back stay native."""
+        self.step = step
+        self._fall_back(self.guard.go_back(step))
+
     def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Restore the guard from a checkpoint; return messages for the user."""
         return self._fall_back(self.guard.restore(state))

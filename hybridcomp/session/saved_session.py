@@ -145,22 +145,24 @@ def _take_over(
     session.say(*channels.will_freeze({} if state is None else state.frozen))
     session.loss_scale = stored if loss_scale is None else loss_scale
     if step is not None:
-        channels.step = step
+        channels.continue_from(step)
     else:
         channels.resync()
         if state is None:
             lost = ["steps count from zero", *parts.lost]
             session.say(*checkpoint_note.lacking(folder, lost, bring))
             return
-        channels.step = state.step
+        channels.continue_from(state.step)
     if state is not None and parts.lost:
         bring = GONE
     session.say(*checkpoint_note.lacking(folder, parts.lost, bring))
     if state is not None and state.step != channels.step:
+        later = state.step > channels.step
+        why = "as a later save did not end" if later else "saved again without hybridcomp"
         session.say(
             f"{folder / checkpoint.STATE} is of step {state.step}, and the checkpoint beside it of "
-            f"step {channels.step}, saved again without hybridcomp: residuals, and what guard and "
-            "when: auto decided, begin anew"
+            f"step {channels.step}, {why}: residuals, and what guard and when: auto decided, begin "
+            "anew"
         )
         return
     if parts.kept is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -173,11 +174,11 @@ def exact_run(folder: str) -> float:
         master = safe_get_full_fp32_param(weight)
         assert not torch.equal(weight, master), "training does not use the decoded weights"
         differences.append(float((saved[name] - master).abs().max()))
-    before = [weight.detach().clone() for weight in engine.module.parameters()]
     full = mock.patch.object(engine, "_save_checkpoint", side_effect=OSError("full"))
     with full, pytest.raises(OSError, match="full"):
         engine.save_checkpoint(folder, tag="there")
-    assert all(map(torch.equal, before, engine.module.parameters())), "decoded again"
+    for weight in engine.module.parameters():
+        assert torch.equal(weight, safe_get_full_fp32_param(weight)), "exact until the next step"
     return max(differences)
 
 
@@ -332,6 +333,43 @@ def test_damage_is_told_on_all_ranks_before_a_weight_changes(
         assert GUARDED in guard[0] and "'guard'" in guard[0] and "of_later" in guard[0]
         assert all(residuals[1]) and all(state[1]) and all(guard[1])
         assert whole[0] == "" and not any(whole[1]), "a sound one loads"
+
+
+def write_fails(folder: str, delta: bool) -> tuple[int, str, list[float]]:
+    """Save again where DeepSpeed cannot write, train, and load what the first save wrote.
+
+    Return the number of gathers, the output and the trained weights.
+    """
+    from hybridcomp.patches.ds.checkpoint import exact_weights
+
+    engine = make_engine(1, block={"zero": {"codec": "blockint", "bits": 4, "delta": delta}})
+    train(engine, 0, 2, dist.get_rank())
+    engine.save_checkpoint(folder, tag="last")
+    train(engine, 2, 3, dist.get_rank())
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch.object(engine.checkpoint_engine, "save", side_effect=full),
+        mock.patch.object(exact_weights, "_restore") as gathers,
+        pytest.raises(OSError, match=full.strerror),
+    ):
+        engine.save_checkpoint(folder, tag="last")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train(engine, 3, 5, dist.get_rank())
+        weights = torch.cat([weight.detach().view(-1) for weight in engine.module.parameters()])
+        engine.load_checkpoint(folder, tag="last")
+    return gathers.call_count, out.getvalue(), weights.tolist()
+
+
+@pytest.mark.parametrize("delta", by_day([True, False], [True]))
+def test_a_rank_that_cannot_write_gathers_nothing(
+    module_ranks: RunRanks, tmp_path: Path, delta: bool
+) -> None:
+    """The other ranks wait for it in DeepSpeed's barrier."""
+    first, second = module_ranks(2, write_fails, str(tmp_path), delta)
+    assert first[0] == second[0] == 0
+    assert "somebody wrote" not in first[1], "the next gather is exact"
+    assert "of step 3, and the checkpoint beside it of step 2, as a later save did" in first[1]
+    assert first[2] == second[2]
 
 
 def save_under_zero(folder: str) -> None:

@@ -53,8 +53,11 @@ def test_what_an_older_save_left_is_not_taken_over(module_ranks: RunRanks, tmp_p
     assert "no parameter references of 2 ranks at step 6; the first gather is exact" in told
 
 
-def saved_without_feedback(folder: str) -> str:
-    """Return the error of a job whose state and residuals are from different steps."""
+def saved_without_feedback(folder: str) -> tuple[str, str]:
+    """Return the error of a job whose state and residuals are from different steps.
+
+    And the output of a load of what a job without error feedback has saved.
+    """
     engine = make_engine(1)
     train(engine, 0, 2, 0)
     engine.save_checkpoint(folder, tag="kept")
@@ -62,6 +65,8 @@ def saved_without_feedback(folder: str) -> str:
     other = make_engine(1, block=NO_FEEDBACK)
     other.load_checkpoint(folder, tag="last")
     other.save_checkpoint(folder, tag="last")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        other.load_checkpoint(folder, tag="last")
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         path = Path(folder, "kept", "hybridcomp_state.json")
@@ -71,13 +76,14 @@ def saved_without_feedback(folder: str) -> str:
     with pytest.raises(CheckpointError) as told:
         engine.load_checkpoint(folder, tag="kept")
     assert all(map(torch.equal, weights_of(engine), before))
-    return str(told.value)
+    return str(told.value), printed.getvalue()
 
 
 def test_a_save_without_residuals_removes_those_of_the_one_before(
     module_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    for told in module_ranks(2, saved_without_feedback, str(tmp_path)):
+    for told, printed in module_ranks(2, saved_without_feedback, str(tmp_path)):
+        assert "lacks files" not in printed, "its guard had given nothing up"
         assert "hybridcomp_residuals_rank_00000.pt (step 2)" in told
         assert "hybridcomp_state.json (step 7) were not saved together" in told
     residuals = "hybridcomp_residuals_rank_*.pt"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,15 +93,18 @@ class Guard:
         trip = self.trips.get(dimension)
         return trip is not None and step > trip.step
 
+    def go_back(self, step: int) -> list[Dimension]:
+        """Keep dimensions that fell back after ``step`` native from there on; return them."""
+        later = [name for name, trip in self.trips.items() if trip.step > step]
+        self.trips.update({name: replace(self.trips[name], step=step) for name in later})
+        return later
+
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the trips, for a checkpoint."""
         return {name: vars(trip).copy() for name, trip in self.trips.items()}
 
     def restore(self, state: Mapping[str, Mapping[str, Any]]) -> list[Dimension]:
-        """Restore ``state``; return the dimensions that it adds.
-
-        Dimensions that fell back in this run stay native even if an older checkpoint is loaded.
-        """
+        """Restore ``state``; return the dimensions that it adds."""
         added: list[Dimension] = []
         for name in DIMENSIONS:
             if name in state and name not in self.trips:

@@ -179,6 +179,15 @@ def missing(folder: Path, note: Mapping[str, Any]) -> list[str]:
     return [name for name in names if not (folder / name).is_file()]
 
 
+def wrote_none(folder: Path) -> bool:
+    """Return whether the save of ``folder`` had no residuals, verdicts or factors to write."""
+    try:
+        note = read(folder)
+    except ConfigError:
+        return False
+    return note is not None and f"{RESIDUALS}_rank_*.pt" not in note["files"]
+
+
 def dropped(folder: Path, block: CompressionConfig | None) -> list[str]:
     """Return warnings on the state in ``folder`` that a job with ``block`` (None: no block) drops.
 

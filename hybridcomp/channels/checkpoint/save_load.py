@@ -183,7 +183,7 @@ def read(folder: Path, channels: Channels, step: int | None = None) -> StoredSta
     count = _stored_ranks(folder, own, step)
     found.choices = saved_state.of_rank_0(channels, own, _path(folder, 0))
     if count is None:
-        found.lost = saved_state.anew(channels)
+        found.lost = saved_state.anew(channels, checkpoint_note.wrote_none(folder))
     if not feedback or count is None:
         return found
     found.count = count

@@ -142,9 +142,13 @@ def has_any(channels: Channels) -> bool:
     return any(part.get(channels) for part in OF_JOB) or has_feedback(channels)
 
 
-def anew(channels: Channels) -> list[str]:
-    """Return the state that restarts if a checkpoint lacks the ranks' files."""
-    return [part.anew for part in PARTS if part.anew and part.wanted(channels)]
+def anew(channels: Channels, wrote_none: bool = False) -> list[str]:
+    """Return the state that restarts if a checkpoint lacks the ranks' files.
+
+    ``wrote_none``: whether the save itself wrote none, so that its guard had given nothing up.
+    """
+    wanted = (part for part in PARTS if part.anew and part.wanted(channels))
+    return [part.anew for part in wanted if not (wrote_none and part.name == "guard")]
 
 
 def of_rank_0(

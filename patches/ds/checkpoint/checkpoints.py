@@ -81,7 +81,8 @@ def make_save_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **
                 bound.arguments["save_dir"] = island_unit.folder_of(self, save_dir)
                 bound.arguments["tag"] = tag
                 gate()  # its gathers begin and end on all ranks
-                exact.enter_context(exact_weights.exact_parameters(self, session.channels))
+                weights = exact_weights.exact_parameters(self, session.channels, waits=True)
+                exact.enter_context(weights)
         return original(*bound.args, **bound.kwargs)
 
 
@@ -137,7 +138,7 @@ def make_load_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **
     if result[0] is None:
         return result
     if found is None:
-        session.channels.step = self.global_steps
+        session.channels.continue_from(self.global_steps)
         session.channels.residuals.clear()
     else:
         saved_session.take_over(session, found, loss_scale(self), self.global_steps, bring)

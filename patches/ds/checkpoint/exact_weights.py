@@ -41,19 +41,34 @@ GROUPS = (
 
 
 @contextmanager
-def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
-    """Gather exact weights into the module; restore training's decoded weights afterwards."""
+def exact_parameters(
+    engine: Any, channels: Channels | None, *, waits: bool = False
+) -> Iterator[None]:
+    """Gather exact weights into the module; restore training's decoded weights afterwards.
+
+    ``waits``: whether the ranks wait for each other in the body. If it fails on one rank, the
+    others are still in it, so a gather would never end: exact weights stay until the next step.
+    """
     if channels is None or not _encodes_weights(engine, channels):
         yield
         return
     offload_sums.refresh(engine.optimizer, channels, exact=("zero", "offload"))
     try:
         yield
-    finally:
-        decode_parameters(engine, channels)
-        if channels["zero"].delta:
-            _spread(engine, channels)
-        tied_weights.equalize(engine, channels)
+    except BaseException:
+        if waits:
+            forget(engine)
+        else:
+            _restore(engine, channels)
+        raise
+    _restore(engine, channels)
+
+
+def _restore(engine: Any, channels: Channels) -> None:
+    decode_parameters(engine, channels)
+    if channels["zero"].delta:
+        _spread(engine, channels)
+    tied_weights.equalize(engine, channels)
 
 
 def decode_parameters(engine: Any, channels: Channels) -> None:
@@ -121,8 +136,8 @@ def save(folder: Path, engine: Any, channels: Channels) -> bool:
     found = [delta_references.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
     shares = [None if reference is None else reference.own for reference in found]
     state = {
-        "format": saved.FORMAT, "world_size": dist.get_world_size(), "step": channels.step,
-        "shares": shares,
+        "format": saved.FORMAT, "rank": dist.get_rank(), "world_size": dist.get_world_size(),
+        "step": channels.step, "shares": shares,
     }  # fmt: skip
     _, problem = saved.attempt(lambda: saved.write(_path(folder), state))
     saved.all_well(problem, WHAT)
@@ -156,7 +171,8 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
     )
     verdict = torch.tensor([fits], dtype=torch.int32, device=engine.device)
     if not small_messages.least(verdict).item():
-        if _path(folder).is_file():  # otherwise a message about missing files was already printed
+        # if no rank's file exists, a message about missing files was already printed
+        if any(folder.glob(f"{PARAMETERS}_*")):
             say(
                 f"{folder} holds no parameter references of {dist.get_world_size()} ranks at step "
                 f"{channels.step}; the first gather is exact"
@@ -182,7 +198,9 @@ def _stored(folder: Path, step: int | None = None) -> list[Tensor | None] | None
     stored = saved.read(path)
     saved.expect(path, stored, "world_size", saved.is_count)
     saved.expect(path, stored, "shares", _are_shares)
-    saved.expect(path, {"step": 0, **stored}, "step", saved.is_count)  # older files lack it
+    older = {"step": 0, "rank": dist.get_rank()}  # older files lack these
+    saved.expect(path, {**older, **stored}, "step", saved.is_count)
+    saved.expect(path, {**older, **stored}, "rank", lambda rank: rank == dist.get_rank())
     if stored["world_size"] != dist.get_world_size() or stored.get("step", step) != step:
         return None
     shares: list[Tensor | None] = stored["shares"]

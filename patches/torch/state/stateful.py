@@ -46,6 +46,10 @@ BRING = (
     "hybridcomp.load_state(folder) where it loads, or hybridcomp.stateful(model) in what "
     "torch.distributed.checkpoint saves"
 )
+DROPPED = (
+    "WARNING: the checkpoint holds what error feedback has left out so far, and this job's block "
+    "has no error feedback under dp: it is dropped; to take it over, resume with error_feedback"
+)
 #: keys of a state about the loss scale, which states of earlier versions lack
 _SCALE = ("loss_scale", "scaled")
 #: prefix of the names of residuals of sums between replicas
@@ -178,7 +182,7 @@ def take_over(
         lost = ["steps count from zero", *saved_state.anew(channels)]
         say(f"the checkpoint holds no state of hybridcomp: {', '.join(lost)}. {BRING}")
         attached.session.loaded = True
-        channels.step = 0
+        channels.continue_from(0)
         channels.residuals.clear()
         return []
     _check(attached, stated)
@@ -201,9 +205,11 @@ def take_over(
         channels, states[0] if states else None, entry(0),
         "step", "world_size", "layout", "factors", *_SCALE,
     )  # fmt: skip
-    channels.step = int(told["step"])
+    channels.continue_from(int(told["step"]))
     for text in saved_state.take_job_parts(channels, told):
         say(text)
+    if not feedback and states and any(held_in(states[0]["residuals"])):
+        attached.session.say(DROPPED)
     if feedback and same:
         saved_state.take_rank_parts(channels, states[0])
     elif plan is not None:

@@ -169,6 +169,34 @@ def test_a_resumed_run_stays_native(module_ranks: RunRanks, tmp_path: Path, step
         assert (row["native_messages"] == row["messages"]) == (steps == 7)
 
 
+def rolled_back(folder: str, block: dict[str, Any]) -> tuple[int, bool, list[float]]:
+    """Load a checkpoint from before the fallback in the same run; return what its steps do."""
+    job = Job(1, block=block)
+    engine = make_engine(job)
+    norms = []
+    channels = channels_of(engine)
+    assert channels is not None
+    for step in range(7):
+        if step == 3:
+            engine.save_checkpoint(folder, tag="early")
+        train_step(engine, job, step)
+    engine.load_checkpoint(folder, tag="early")
+    begins = channels.step
+    native = channels.guard.native("dp", begins)
+    norms.append(channels.residuals.norm())
+    train_step(engine, job, 3)
+    norms.append(channels.residuals.norm())
+    return begins, native, norms
+
+
+def test_a_run_that_goes_back_stays_native(module_ranks: RunRanks, tmp_path: Path) -> None:
+    """The first step behind the load sends the residuals that the checkpoint holds."""
+    block = {"dp": LEAVES, **EVERY}
+    for begins, native, (loaded, left) in module_ranks(2, rolled_back, str(tmp_path), block):
+        assert begins == 3 and native
+        assert loaded > 0 and left == 0
+
+
 def test_no_limits_no_guard(module_ranks: RunRanks) -> None:
     """With limits "none", and without samples, a bad codec stays."""
     job = Job(0, steps=4)

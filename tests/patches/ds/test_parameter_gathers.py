@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.errors import CheckpointError
 from tests.ranks import RunRanks
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
@@ -157,23 +160,30 @@ def test_a_resumed_run_is_the_unbroken_one(
         assert resumed == whole[STEPS // 2 :]
 
 
+def reference_file(folder: str, rank: int) -> Path:
+    return Path(folder, "half", f"hybridcomp_parameters_rank_{rank:05d}.pt")
+
+
 def lost(job: Job, folder: str, how: str) -> tuple[bool, dict[str, str], float, float]:
     """Load a checkpoint with unusable references; return the next step's result."""
     engine = engine_of(job)
     for step in range(3):
         train_step(engine, job, step)
     engine.save_checkpoint(folder, tag="half")
-    if how == "one file missing" and dist.get_rank() == 1:
-        Path(folder, "half", "hybridcomp_parameters_rank_00001.pt").unlink()
+    if how == f"file {dist.get_rank()} missing":
+        reference_file(folder, dist.get_rank()).unlink()
     train_step(engine, job, 3)
     settings = {"load_optimizer_states": False} if how == "weights only" else {}
-    engine.load_checkpoint(f"{folder}/empty" if how == "nothing" else folder, **settings)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        engine.load_checkpoint(f"{folder}/empty" if how == "nothing" else folder, **settings)
+    told = "holds no parameter references of 2 ranks at step 3" in out.getvalue()
+    assert told == ("missing" in how and dist.get_rank() == 0)
     loaded = distance(engine)
     train_step(engine, job, 4)
     return loaded[0] == loaded[1], digests(engine), *distance(engine)
 
 
-@pytest.mark.parametrize("how", ["one file missing", "weights only"])
+@pytest.mark.parametrize("how", ["file 0 missing", "file 1 missing", "weights only"])
 def test_deltas_start_anew_after_loading_without_references(
     module_ranks: RunRanks, tmp_path: Path, how: str
 ) -> None:
@@ -182,6 +192,32 @@ def test_deltas_start_anew_after_loading_without_references(
     assert first == second
     exact, _, error, rounding = first
     assert exact and error == rounding == 0.0
+
+
+def load_swapped(job: Job, folder: str) -> tuple[str, bool]:
+    """Swap the references of two ranks; return the load's error, and if weights are unchanged."""
+    engine = engine_of(job)
+    for step in range(3):
+        train_step(engine, job, step)
+    engine.save_checkpoint(folder, tag="half")
+    if dist.get_rank() == 0:
+        one, other = reference_file(folder, 0), reference_file(folder, 1)
+        aside = one.rename(one.with_suffix(".aside"))
+        other.rename(one)
+        aside.rename(other)
+    dist.barrier()
+    train_step(engine, job, 3)
+    before = digests(engine)
+    with pytest.raises(CheckpointError) as raised:
+        engine.load_checkpoint(folder)
+    return str(raised.value), digests(engine) == before
+
+
+def test_references_of_another_rank_are_refused(module_ranks: RunRanks, tmp_path: Path) -> None:
+    job = replace(JOBS["zero1-fp32"], block=BLOCK)
+    for error, unchanged in module_ranks(2, load_swapped, job, str(tmp_path)):
+        assert "rank 0: " in error and "rank_00000.pt" in error and "'rank' cannot be 1" in error
+        assert unchanged
 
 
 def test_a_load_that_finds_nothing_keeps_the_references(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +123,27 @@ def test_resumed_is_unbroken(name: str, on_ranks: RunRanks, tmp_path: Path) -> N
     if name == "DDP":
         without = replace(job, block={**BLOCK, "dp": {"codec": "blockint", "bits": 3}})
         assert not same(whole[0], on_ranks(2, resumed, without, tmp_path, "unnamed")[0])
+
+
+def told_of_dropped(job: Job, folder: Path) -> list[bool]:
+    """Return by load, with error feedback and without, whether it says that residuals drop."""
+    model, optimizer, _ = started(job)
+    train(job, model, optimizer, 0, 2)
+    hybridcomp.save_state(folder)
+    found = []
+    for block in (BLOCK, {**BLOCK, "dp": {"codec": "blockint", "bits": 3}}):
+        hybridcomp.detach(model)
+        assert hybridcomp.attach(model, block) is not None
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            hybridcomp.load_state(folder)
+        found.append("WARNING: the checkpoint holds what error feedback" in out.getvalue())
+    hybridcomp.detach(model)
+    forget()
+    return found
+
+
+def test_a_job_that_drops_residuals_is_told(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, told_of_dropped, JOBS["DDP"], tmp_path) == [[False, True], [False, False]]
 
 
 @pytest.mark.nightly
