@@ -281,7 +281,14 @@ class EngineSession:
             self._write(self.reporter.report(step, self.followers), step)
 
     def skip_step(self) -> None:
-        self.followers.after_skip()
+        """Follow a step that a loss scaler skipped; in an island it counts, as others may take it.
+
+        Otherwise the islands would report and decide at different steps.
+        """
+        if self.channels.config.sync.acts:
+            self.end_step(overflow=True, loss_scale=self.loss_scale)
+        else:
+            self.followers.after_skip()
 
     def take_events(self) -> list[Event]:
         """Return the last report's figures, only once; for trainers that log at other steps."""

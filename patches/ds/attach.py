@@ -31,6 +31,7 @@ from hybridcomp.patches.ds import (
     job_facts,
     record,
     settings,
+    step_begins,
     step_messages,
     trained_set,
     weights,
@@ -198,7 +199,7 @@ def _attach(
     )
     step_messages.note_tied(engine, session)
     sparse_rows.follow(engine, channels, undo)
-    step_messages.watch(engine, session)
+    step_begins.watch(engine, session)
     trained_set.watch(engine, session)
     if block.sync.acts:
         _meet(engine, session, undo)

@@ -24,7 +24,7 @@ from hybridcomp.job import peer_liveness
 from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.patches.ds.zero import partitions
-from hybridcomp.sync import Islands, Masters
+from hybridcomp.sync import Islands, Masters, checkpoint_state
 from hybridcomp.sync.master_weights import in_memory, piece_of
 
 KEY = "compression.sync"
@@ -227,7 +227,8 @@ def island_folder(folder: str, index: int) -> str:
 def saved_folder(engine: Any, folder: str, tag: str) -> str:
     """Return where this rank's island finds a checkpoint below ``folder``.
 
-    If there are more islands than at saving, several use the same one.
+    If there are more islands than at saving, several use the same one. Folders of further islands
+    are of an earlier save of the same tag: its ranks are more than the files of this one.
     """
     islands = islands_of_engine(engine)
     if islands is None:
@@ -235,6 +236,8 @@ def saved_folder(engine: Any, folder: str, tag: str) -> str:
     count = 1
     while Path(island_folder(folder, count), tag).is_dir():
         count += 1
+    if ranks := len(list(Path(folder, tag).glob(checkpoint_state.FILES))):
+        count = min(count, max(1, ranks // islands.width))
     return island_folder(folder, islands.index % count)
 
 

@@ -69,23 +69,6 @@ def note_tied(engine: Any, session: EngineSession) -> None:
         note(channels, sent, groups, dtype, session.device, beside=True)
 
 
-def watch(engine: Any, session: EngineSession) -> None:
-    """Call ``session.begin_step`` in training forward passes, as long as it may compare steps.
-
-    This is a forward pre-hook, the only place that runs in all engines, pipelines included, before
-    a step communicates. A pass in eval mode may be a validation, so it is not counted as a
-    start: if a module trains in eval mode, a step begins where the previous one ended.
-    """
-    if not session.channels.config.measured():
-        return
-
-    def begins(module: Any, *_: Any) -> None:
-        if module.training and not session.begin_step():
-            hook.remove()
-
-    hook = engine.module.register_forward_pre_hook(begins)
-
-
 def buckets(numels: Iterable[int], most: int) -> tuple[int, ...]:
     """Fill buckets with ``numels`` in order, each of at most ``most`` elements or one parameter."""
     found: list[int] = []

@@ -234,7 +234,7 @@ class Attached:
         measurement or the guard is due.
         """
         self.is_due = False
-        if self._uneven() or not (self._has_reduced or (self.is_open and not self._reduces)):
+        if self._uneven() or not self._is_uncounted:
             return
         if (running := backward_pass()) == NO_PASS:
             self._count()
@@ -242,17 +242,24 @@ class Attached:
             self._counted_behind = running
             at_the_end_of_the_pass(self._count)
 
+    @property
+    def _is_uncounted(self) -> bool:
+        """Return whether gradients were reduced since the last counted step."""
+        return self._has_reduced or (self.is_open and not self._reduces)
+
     def _count(self) -> None:
         self.is_open = self._has_reduced = self._has_news = False
         self.session.end_step()
 
     def overflowed(self) -> None:
         """Drop the residuals of a step that a loss scaler skipped, and begin the step again."""
+        is_first = self._is_uncounted  # not of several optimizers' calls in one step
         self.is_open = self._has_reduced = False
         self.channels.passes = 0
         self.channels.residuals.drop()
         self.channels.tuner.reopen_step()
-        self.session.skip_step()
+        if is_first:
+            self.session.skip_step()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``, by which the loss scale has changed."""

@@ -233,6 +233,32 @@ def test_a_run_that_is_continued_after_it_stays_as_it_was(
         assert state["dp"]["since"] == STOP and held == 0
 
 
+def rolled_back(folder: str, job: Job) -> list[int]:
+    """Return the steps whose starts are timed once a decided run loads a comparing one's state."""
+    with clock(*NATIVE):
+        engine = make_engine(job)
+    channels = channels_of(engine)
+    assert channels is not None
+    with timed(channels, {"dp": (0.3, 0.1), "zero": (0.3, 0.4)}):
+        for step in range(STOP + 2):
+            if step == FIRST + 1:
+                engine.save_checkpoint(folder, tag="x")
+            train_step(engine, job, step)
+        assert not channels.verdicts.may_compare
+        engine.load_checkpoint(folder, tag="x")
+        train_step(engine, job, FIRST + 1)
+    assert channels.verdicts.recheck is not None
+    engine.destroy()
+    return sorted(channels.verdicts.recheck._starts)
+
+
+def test_a_decided_run_that_loads_a_comparing_one_times_its_steps_alone(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    job = Job(1, block={**BLOCK, "remember": False})
+    assert module_ranks(2, rolled_back, str(tmp_path), job) == [[FIRST + 1]] * 2
+
+
 def piped(block: dict[str, Any], change: bool) -> Any:
     """Run two stages; ``change``: force the comparison to pick the other mode."""
     job = pipe_trainer.Job(steps=16, tied=True, zero=1, bf16=True, block=block)

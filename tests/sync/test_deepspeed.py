@@ -8,6 +8,7 @@ import io
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.patches.ds import island_unit
 from hybridcomp.patches.ds.zero import partitions
 from hybridcomp.session import saved_session
 from hybridcomp.session.engine_session import session_of
+from hybridcomp.sync import checkpoint_state
 from tests.publishing.made import NIGHTLY
 from tests.ranks import RankPool, run_ranks
 from tests.selection import by_day
@@ -283,6 +286,20 @@ def test_other_numbers_of_islands_take_over(tmp_path: Path) -> None:
         (path,) = tmp_path.glob("global_step7/hybridcomp_sync_rank_00001.pt")
         path.write_bytes(path.read_bytes()[:-100])
         pool.run(damaged, tmp_path)
+
+
+def test_folders_of_an_earlier_save_with_more_islands_are_not_loaded(tmp_path: Path) -> None:
+    """Two islands have saved again what three had: the third's folder is of another run."""
+    for index in range(3):
+        Path(island_unit.island_folder(str(tmp_path), index), "tag").mkdir(parents=True)
+    for rank in range(4):
+        checkpoint_state.path_of(tmp_path / "tag", rank).touch()
+    found = []
+    for index in range(3):
+        islands = SimpleNamespace(index=index, width=2)
+        engine = SimpleNamespace(**{island_unit.ATTRIBUTE: SimpleNamespace(islands=islands)})
+        found.append(island_unit.saved_folder(engine, str(tmp_path), "tag"))
+    assert found == [str(tmp_path), f"{tmp_path}/island_1", str(tmp_path)]
 
 
 def finds_nothing(folder: Path) -> None:

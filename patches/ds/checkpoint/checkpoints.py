@@ -21,7 +21,7 @@ from hybridcomp.job.gates import gate
 from hybridcomp.job.saved_together import files_together
 from hybridcomp.job.together import together
 from hybridcomp.log import say
-from hybridcomp.patches.ds import island_unit
+from hybridcomp.patches.ds import island_unit, step_begins
 from hybridcomp.patches.ds.checkpoint import exact_weights, universal
 from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.offload import saved_states
@@ -144,6 +144,7 @@ def make_load_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **
         saved_session.take_over(session, found, loss_scale(self), self.global_steps, bring)
         with together(exact_weights.WHAT, error=CheckpointError):
             exact_weights.resume(folder, self, session.channels)
+        step_begins.watch(self, session)  # the checkpoint may be of a comparison of steps
     session.channels.node_sums.drop()
     return result
 

@@ -73,6 +73,7 @@ class EngineCall:
     counted as in ``rows``. ranks, nodes, sites: how many the group has or spans. levels: levels of
     ``hierarchy``; the call uses as many as its group spans. coded: codec calls, if they differ from
     those of the collective. kept: the call sends nothing, and decodes weights that this rank keeps.
+    crosses_for: the upstream call that would natively send between nodes instead; None: this one.
     """
 
     operation: Operation
@@ -84,6 +85,7 @@ class EngineCall:
     coded: tuple[Coded, ...] | None = None
     sites: int = 1
     kept: bool = False
+    crosses_for: EngineCall | None = None
 
     @property
     def inside(self) -> list[int]:

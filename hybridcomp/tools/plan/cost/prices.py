@@ -116,7 +116,7 @@ class Prices:
         crossing = _crossing(call, dtype)
         return Price(
             nbytes=native, native_nbytes=native, between_nbytes=crossing,
-            between_native_nbytes=crossing, **where,
+            between_native_nbytes=_crossing(call.crosses_for or call, dtype), **where,
         )  # fmt: skip
 
     def _seconds(self, operation: Operation, nbytes: float, call: EngineCall) -> Estimate:
@@ -162,7 +162,7 @@ class Prices:
         )
         return Price(
             coding=coding, nbytes=nbytes, native_nbytes=native, between_nbytes=crossing,
-            between_native_nbytes=_crossing(call, dtype), **where,
+            between_native_nbytes=_crossing(call.crosses_for or call, dtype), **where,
         )  # fmt: skip
 
     def _coding(

@@ -379,8 +379,11 @@ def _crossing(layout: Layout, parts: Sequence[Item]) -> list[Item]:
     found = []
     for one in parts:
         nodes = one.call.ranks // layout.hpz
-        sites = one.call.sites if isinstance(one.call, EngineCall) else 1
-        call = EngineCall("all_gather", one.call.numel / layout.hpz, nodes, nodes, sites=sites)
+        whole = one.call if isinstance(one.call, EngineCall) else None
+        call = EngineCall(
+            "all_gather", one.call.numel / layout.hpz, nodes, nodes,
+            sites=whole.sites if whole else 1, crosses_for=whole,
+        )  # fmt: skip
         found.append(replace(one, call=call, fixed=STEPS))
     return found
 

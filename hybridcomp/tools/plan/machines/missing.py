@@ -46,7 +46,8 @@ def _of_devices(cluster: Cluster, engine: str) -> Iterator[str]:
             f"it took no time; {_todo(cluster, 'memory_gbytes_per_second')}"
         )
     if not cluster.by_hand and not any(row.engine == engine for row in cluster.trainings):
-        todo = f"; {AGAIN} with DeepSpeed" if engine == "deepspeed" else ""
+        lacked = f"; {AGAIN}, with what it said they lacked: DeepSpeed, memory or --seconds"
+        todo = lacked if engine == "deepspeed" else ""
         yield (
             f"nothing about small trainings by {engine}: what its step costs beside layers and "
             f"messages is in no plan{todo}"

@@ -155,6 +155,8 @@ def test_trainings_are_those_of_the_engine() -> None:
     (said,) = missing(COMPLETE, engine="megatron")
     assert said.startswith("nothing about small trainings by megatron")
     assert "measure" not in said  # it trains with DeepSpeed only
+    (said,) = missing(replace(COMPLETE, trainings=()))
+    assert said.endswith("lacked: DeepSpeed, memory or --seconds")  # the file has no reason
 
 
 def test_a_cpu_is_its_own_host() -> None:

@@ -107,6 +107,9 @@ def test_bytes_and_memory_of_a_copy(copy: str, crosses: float, held: float) -> N
         bits = 8 * 2 * told.between_nbytes["zero"] / values
         # a ring of 4 ranks natively, two nodes that exchange halves as deltas
         assert bits == pytest.approx(crosses * (3 / 4 if copy == "native" else 1 / 2), rel=0.02)
+        # upstream's gather is the ring, whatever replaces it
+        natively = 8 * 2 * told.between_native_nbytes["zero"] / values
+        assert natively == pytest.approx(16 * 3 / 4, rel=0.02)
         assert memory["copy"] == pytest.approx(held * values / 2, rel=0.01)
 
 
