@@ -253,8 +253,8 @@ INNER: dict[str, tuple[str, ...]] = {
     "patches/ds": (
         "requirement", "job_facts", "settings", "engine_of", "expert_weights", "record",
         "step_begins", "step_ends", "zero", "offload", "pipeline", "layers", "island_unit",
-        "checkpoint", "gathered", "generation", "rollout", "trained_set", "weights", "step_messages", "freezing",
-        "attach",
+        "checkpoint", "gathered", "generation", "rollout", "trained_set", "weights",
+        "step_messages", "freezing", "attach",
     ),
     "patches/torch": (
         "session", "loss_scale", "step_detection", "torch_versions", "rules", "ignored_tables",
