@@ -90,7 +90,10 @@ class Frozen(Renewing):
         super().__init__(folder, engine)
         numel = NUMEL // ROWS * ROWS
         both = [Member(name, numel, ROWS, 0) for name in ("frozen", "trained")]
-        members: Any = SimpleNamespace(shards=dist.group.WORLD, members=both, trained=[1])
+        members: Any = SimpleNamespace(
+            shards=dist.group.WORLD, members=both, trained=[1],
+            group=SimpleNamespace(fsdp_params=both),
+        )  # fmt: skip
         channel = channel_of({"frozen": "device"})
         settings = channel.state.config.zero.keeps_frozen
         assert settings is not None
