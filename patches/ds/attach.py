@@ -199,7 +199,8 @@ def _attach(
     )
     step_messages.note_tied(engine, session)
     sparse_rows.follow(engine, channels, undo)
-    step_begins.watch(engine, session)
+    if block.measured():
+        step_begins.watch(engine, session)
     trained_set.watch(engine, session)
     if block.sync.acts:
         _meet(engine, session, undo)

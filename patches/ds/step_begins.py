@@ -14,8 +14,6 @@ def watch(engine: Any, session: EngineSession) -> None:
     a step communicates. A pass in eval mode may be a validation, so it is not counted as a
     start: if a module trains in eval mode, a step begins where the previous one ended.
     """
-    if not session.channels.config.measured():
-        return
 
     def begins(module: Any, *_: Any) -> None:
         if module.training and not session.begin_step():

@@ -120,6 +120,7 @@ def make_load_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **
             folder = universal.folder_of_state(self, folder)
             found = saved_session.read(session, folder)
             exact_weights.check(folder, session.channels)
+            measured = session.channels.config.measured()
         if tag is not None:
             saved_states.read(Path(load_dir) / str(tag), self)
         if tag is not None and load_dir:
@@ -144,7 +145,8 @@ def make_load_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **
         saved_session.take_over(session, found, loss_scale(self), self.global_steps, bring)
         with together(exact_weights.WHAT, error=CheckpointError):
             exact_weights.resume(folder, self, session.channels)
-        step_begins.watch(self, session)  # the checkpoint may be of a comparison of steps
+        if measured:  # the checkpoint may be of a comparison of steps
+            step_begins.watch(self, session)
     session.channels.node_sums.drop()
     return result
 
