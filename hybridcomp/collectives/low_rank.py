@@ -31,6 +31,7 @@ from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.encoding import check_residual, check_values, settle
 from hybridcomp.collectives.wire.group import Reduction
 from hybridcomp.collectives.wire.handle import Steps
+from hybridcomp.job.autocast import off
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,14 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
     check_residual("residual", residual, values.numel())
     rest = factoring.between(values.numel())
     # 1
-    with meter.coding(), _own_dtypes(residual):
+    with meter.coding(), off(residual):  # autocast may be on in a backward pass
         total = residual.add_(values)
         sent_sq = squares(total) if factoring.measure else None
         # 2
         lefts, first = _left_factors(total, factoring, rest)
     yield transport.all_reduce(first, how.group, meter)
     # 3
-    with meter.coding(), _own_dtypes(residual):
+    with meter.coding(), off(residual):
         *lefts_flat, outside = _split(first, [left.numel() for left in lefts])
         summed = [f.view(left.shape) for f, left in zip(lefts_flat, lefts, strict=True)]
         bases = [_orthonormal(left) for left in summed]
@@ -133,7 +134,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
     if matrices:
         yield transport.all_reduce(second, how.group, meter)
     # 4
-    with meter.coding(), _own_dtypes(residual):
+    with meter.coding(), off(residual):
         *flat, _ = _split(second, [right.numel() for right in rights])
         summed = [f.view(right.shape) for f, right in zip(flat, rights, strict=True)]
         result = torch.empty_like(residual)
@@ -206,11 +207,6 @@ def _orthonormal(columns: Tensor) -> Tensor:
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.contiguous()
-
-
-def _own_dtypes(like: Tensor) -> torch.autocast:
-    """Return a context in which products are fp32, also if autocast is on: in a backward pass."""
-    return torch.autocast(like.device.type, enabled=False)
 
 
 def _split(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:

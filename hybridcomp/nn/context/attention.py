@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridcomp.nn.autocast import cast
+from hybridcomp.job.autocast import cast
 from hybridcomp.nn.context.layout import LAYOUTS, Layout, shard
 from hybridcomp.nn.context.passes import RingCall, RingFunction
 from hybridcomp.nn.context.traffic import RingTraffic

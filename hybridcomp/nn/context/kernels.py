@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybridcomp.nn.autocast import off
+from hybridcomp.job.autocast import off
 from hybridcomp.nn.context import blocks
 from hybridcomp.nn.context.blocks import Mask
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridcomp.nn.autocast import cast, off
+from hybridcomp.job.autocast import cast, off
 from hybridcomp.nn.tp2d.mesh import Mesh
 from hybridcomp.nn.tp2d.mesh_axis_collectives import LineBlocks, LineSums
 

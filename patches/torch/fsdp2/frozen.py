@@ -52,7 +52,8 @@ class FrozenGather:
         whole = self._members.shards
         if whole is None or group.size() != whole.size():
             return False
-        if self._stretches(group.size(), share.dtype)[-1].stop != share.numel():
+        dtypes = self._dtypes(share.dtype)
+        if self._stretches(group.size(), dtypes, share.dtype)[-1].stop != share.numel():
             return False
         return bool(self._kept) or len(self._members.trained) < len(self._members.members)
 
@@ -73,7 +74,8 @@ class FrozenGather:
             native: function that gathers as torch does.
         """
         rows = output.view(group.size(), -1)
-        stretches, dtypes = self._stretches(len(rows), output.dtype), self._dtypes(output.dtype)
+        dtypes = self._dtypes(output.dtype)
+        stretches = self._stretches(len(rows), dtypes, output.dtype)
         plain = {place for place, dtype in enumerate(dtypes) if dtype not in VALUE_DTYPES}
         moves = sorted({*self._members.trained, *plain})
         kinds = {dtypes[place] for place in moves}
@@ -191,10 +193,12 @@ class FrozenGather:
             return [sent] * len(every)
         return list(map(dtype_of, every))
 
-    def _stretches(self, ranks: int, sent: torch.dtype) -> list[slice]:
-        """Return the range of each parameter in a shard of dtype ``sent``."""
+    def _stretches(
+        self, ranks: int, dtypes: Sequence[torch.dtype], sent: torch.dtype
+    ) -> list[slice]:
+        """Return the range of each parameter, of its dtype, in a shard of dtype ``sent``."""
         edges = [0]
-        for member, dtype in zip(self._members.members, self._dtypes(sent), strict=True):
+        for member, dtype in zip(self._members.members, dtypes, strict=True):
             width = dtype.itemsize // sent.itemsize
             edges.append(edges[-1] + member.chunk(ranks) * width)
         return [slice(edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
