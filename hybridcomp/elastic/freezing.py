@@ -10,20 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.parameter_names import plain_name
 
 #: argument of ``hybridcomp.freeze``: parameters, modules or their names, one or several
 What = str | nn.Module | Tensor | Iterable[Any]
-#: parts of names that wrappers add
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 #: stands for parameters that this process does not hold
 ELSEWHERE = "(elsewhere)"
-
-
-def plain(name: str) -> str:
-    """Return a parameter's name without the prefixes of torch.compile and checkpointing."""
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
 
 
 def asked(what: What, named: Mapping[str, Tensor], key: str) -> list[str]:
@@ -33,7 +25,7 @@ def asked(what: What, named: Mapping[str, Tensor], key: str) -> list[str]:
     holds it. Raises ConfigError, under ``key``, for other types.
     """
     if isinstance(what, str):
-        return [plain(what)]
+        return [plain_name(what)]
     names = {id(parameter): name for name, parameter in named.items()}
     if isinstance(what, Tensor):
         return [names.get(id(what), ELSEWHERE)]

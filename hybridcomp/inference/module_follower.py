@@ -14,12 +14,11 @@ from hybridcomp.errors import PublishError
 from hybridcomp.escaping import one_line
 from hybridcomp.inference.checks import refuse_quantized
 from hybridcomp.inference.follower import Follower, Patched
+from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.publishing import WeightReceiver
 
 #: a receiver accepts at most twice the module's number of weights plus this many
 SPARE_WEIGHTS = 1 << 20
-#: part that torch.compile adds to the names of a module's parameters
-COMPILED = "_orig_mod."
 
 
 class ModuleFollower:
@@ -138,4 +137,4 @@ class _ModuleWeights:
     def _by_name(self) -> dict[str, Tensor]:
         """Return the parameters by name, tied ones under each of their names."""
         named = self._module.named_parameters(remove_duplicate=False)
-        return {name.replace(COMPILED, ""): parameter for name, parameter in named}
+        return {plain_name(name): parameter for name, parameter in named}

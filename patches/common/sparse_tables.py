@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridcomp.patches.common.parameter_names import plain_name
+from hybridcomp.job.parameter_names import plain_name
 
 
 class SparseTables:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.nn import has_tables
-from hybridcomp.patches.common.parameter_names import plain_name
 from hybridcomp.publishing import EngineWeights, Held, WeightRange
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridcomp.errors import PublishError
-from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.job.parameter_names import named_once
 
 
 class KnownParameters:

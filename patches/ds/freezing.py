@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hybridcomp.channels import channels_of
-from hybridcomp.elastic.freezing import plain
+from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.patches.common import trained_set
 from hybridcomp.patches.common.frozen_layers import Frozen, frozen_of
 from hybridcomp.patches.common.stepped_parts import FlatFragment, SteppedParts, unfit
@@ -54,7 +54,7 @@ class EngineLayers:
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self.named: Mapping[str, Tensor] = {
-            plain(name): p for name, p in engine.module.named_parameters()
+            plain_name(name): p for name, p in engine.module.named_parameters()
         }
         self.part = int(getattr(engine, "stage_id", 0))
         self.channels = channels_of(engine)
@@ -203,7 +203,7 @@ def _requiring_gradients(engine: Any) -> Iterator[None]:
     def set_all(requires: bool) -> None:
         frozen = frozen_of(engine)
         for name, parameter in engine.module.named_parameters():
-            if frozen is not None and plain(name) in frozen.everywhere:
+            if frozen is not None and plain_name(name) in frozen.everywhere:
                 parameter.requires_grad_(requires)
 
     set_all(True)

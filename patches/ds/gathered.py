@@ -21,7 +21,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation.gathered import CutWeight, WeightGather
 from hybridcomp.generation.rolling_out import WHAT, rolling_out, without_hooks
-from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.job.parameter_names import named_once
 from hybridcomp.patches.ds import island_unit
 from hybridcomp.patches.ds.zero.partitions import filled
 

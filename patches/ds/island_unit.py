@@ -21,8 +21,8 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
+from hybridcomp.job.parameter_names import named_once
 from hybridcomp.patches.common import island_steps
-from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.patches.ds.zero import partitions
 from hybridcomp.sync import Islands, Masters, checkpoint_state
 from hybridcomp.sync.master_weights import in_memory, piece_of

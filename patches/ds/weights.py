@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.common.parameter_names import named_once, plain_name
+from hybridcomp.job.parameter_names import named_once, plain_name
 from hybridcomp.patches.common.table_weights import with_tables
 from hybridcomp.patches.common.unchanged import KnownParameters
 from hybridcomp.patches.ds import island_unit

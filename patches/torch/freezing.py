@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridcomp.channels import Channels
 from hybridcomp.collectives.topology import ranks_of
-from hybridcomp.elastic.freezing import plain
+from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.patches.common import trained_set
 from hybridcomp.patches.common.frozen_layers import Frozen
 from hybridcomp.patches.torch.attach import ATTRIBUTE
@@ -34,7 +34,7 @@ class ModelLayers:
         self._model = model
         self._is_ddp = isinstance(model, DistributedDataParallel)
         inner = model.module if self._is_ddp else model
-        self.named: Mapping[str, Tensor] = {plain(n): p for n, p in inner.named_parameters()}
+        self.named: Mapping[str, Tensor] = {plain_name(n): p for n, p in inner.named_parameters()}
         found = vars(model).get(ATTRIBUTE)
         self._attached: Attached | None = found if isinstance(found, Attached) else None
         self.channels: Channels | None = None

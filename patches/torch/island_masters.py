@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.common.parameter_names import named_once, plain_name
+from hybridcomp.job.parameter_names import named_once, plain_name
 from hybridcomp.patches.torch.weights import members_of, mesh_ranks, unmanaged
 from hybridcomp.sync import Masters
 from hybridcomp.sync.kept_gradients import KeptGradients, before_leaves

@@ -18,9 +18,9 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor
 from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
-from hybridcomp.elastic.freezing import plain
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved
+from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.patches.common.resumed_parts import (
     INDEX,
     KEY,
@@ -132,8 +132,11 @@ def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
     start = f"{OPTIMIZER}.state."
     stepped = {name.rpartition(".")[0] for name in job.files if name.startswith(start)}
     inner = getattr(model, "module", model)
-    lacking = [parameter for name, parameter in inner.named_parameters()
-               if parameter.requires_grad and f"{start}{plain(name)}" not in stepped]  # fmt: skip
+    lacking = [
+        parameter
+        for name, parameter in inner.named_parameters()
+        if parameter.requires_grad and f"{start}{plain_name(name)}" not in stepped
+    ]
     for one in lacking if stepped else ():
         one.requires_grad_(False)
     try:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.common.parameter_names import named_once, plain_name
+from hybridcomp.job.parameter_names import named_once, plain_name
 from hybridcomp.patches.common.table_weights import with_tables
 from hybridcomp.patches.common.unchanged import KnownParameters, changed
 from hybridcomp.publishing import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hybridcomp.errors import CodecError
-from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.job.parameter_names import named_once
 from hybridcomp.sync import Fragment, Masters, OuterRule, island_payloads
 from hybridcomp.sync.given_state import arrived, state_for_others, take_state
 from hybridcomp.sync.master_weights import cut

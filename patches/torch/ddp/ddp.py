@@ -21,7 +21,7 @@ from hybridcomp.channels.memory_use import note_tables
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.dimensions import Dimension
-from hybridcomp.patches.common.parameter_names import plain_name
+from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.patches.torch import rules, steps, torch_versions, trained_set
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.ddp import slot as ddp_slot

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridcomp.channels.residuals.pieces import Piece
-from hybridcomp.patches.common.parameter_names import plain_name
+from hybridcomp.job.parameter_names import plain_name
 
 #: most layouts cached per group: experts without tokens have no gradient, so messages vary
 MOST_KNOWN = 64

@@ -16,7 +16,7 @@ from torch import nn
 
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job.agreement import tell
-from hybridcomp.patches.common.parameter_names import plain_name
+from hybridcomp.job.parameter_names import plain_name
 
 
 def identity_of(model: nn.Module) -> str:
