@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hybridcomp.errors import PublishError
 from hybridcomp.escaping import one_line
+from hybridcomp.job.member_groups import new_member_group
 
 
 class Workers:
@@ -32,7 +33,7 @@ class Workers:
         if count > 1:
             first = dist.get_rank() // count * count
             ranks = list(range(first, first + count))
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._group = new_member_group(ranks, backend="gloo")
             self._speaks = dist.get_rank() == ranks[-1]
 
     def problem(self, work: Callable[[], object]) -> str | None:

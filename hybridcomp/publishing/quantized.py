@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.job import saved, small_messages
 from hybridcomp.job.devices import default_device
+from hybridcomp.job.member_groups import new_member_group
 from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import (
     DTYPES,
@@ -204,7 +205,7 @@ class Quantizer:
         """Store the ranges that this rank publishes; called on all ranks together."""
         self._owned = [one for one in owned if one.stretch.name in self.matrices]
         if len(self._ranks) < dist.get_world_size() and self._group is None:
-            self._group = dist.new_group(list(self._ranks), use_local_synchronization=True)
+            self._group = new_member_group(self._ranks)
 
     def measure(self) -> None:
         """Find the largest magnitude of each block, over all ranks; a collective."""

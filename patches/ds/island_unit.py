@@ -21,6 +21,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
+from hybridcomp.job.member_groups import new_member_group
 from hybridcomp.job.parameter_names import named_once
 from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.ds.zero import partitions
@@ -45,8 +46,8 @@ class IslandUnit:
     def __init__(self, islands: Islands) -> None:
         """Make a group of this rank alone."""
         self.islands = islands
-        self._alone: dist.ProcessGroup = dist.new_group(
-            [dist.get_rank()], timeout=peer_liveness.time_limit(), use_local_synchronization=True
+        self._alone: dist.ProcessGroup = new_member_group(
+            [dist.get_rank()], timeout=peer_liveness.time_limit()
         )
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:

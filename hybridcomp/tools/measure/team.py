@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
+from hybridcomp.job.member_groups import new_member_group
 from hybridcomp.log import say
 from hybridcomp.tools.progress import left_of
 
@@ -170,8 +171,7 @@ def connected(shapes: Sequence[GroupShape], team: Team) -> list[GroupShape]:
         own = next((ranks for ranks in shape.groups if team.rank in ranks), ())
         group = dist.group.WORLD
         if len(own) != team.world_size:
-            members = list(own)
-            group = dist.new_group(members, use_local_synchronization=True) if members else None
+            group = new_member_group(own) if own else None
         found.append(GroupShape(shape.ranks, shape.nodes, shape.groups, own, group))
     return found
 

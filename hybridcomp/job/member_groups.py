@@ -1,0 +1,43 @@
+"""Process groups that their members create alone, without the other ranks of the job."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.job.agreement import start
+
+
+def new_member_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """Create the process group of ``ranks``, global ranks; only they call this, in the same order.
+
+    ``options``: of ``dist.new_group``. Its ``use_local_synchronization`` hashes into the name of
+    the group in how many groups this rank is (since torch 2.15: how many it has created). Members
+    that differ in this number create groups with different names, and each waits for the others
+    until the time-out: ranks of the first pipeline stage in the group of embeddings are enough. The
+    name here holds the ranks and how many times they were given to this function.
+    """
+    members = ",".join(map(str, sorted(ranks)))
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"hybridcomp/group/{start()}/{members}"
+    number = store.add(f"{prefix}/of {dist.get_rank()}", 1)  # ends with the store, as the groups do
+    with _named(f"{prefix}/{number}"):
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), use_local_synchronization=True, **options
+        )
+    return group
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Have ``dist.new_group`` give the group that it creates this name."""
+    c10d: Any = dist.distributed_c10d
+    before = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = before
