@@ -7,6 +7,7 @@ such text from acting as code or markup where it is printed, run, parsed or rend
 * ``quoted_path``: a path in a message, unambiguous even with odd characters
 * ``printable``: text for a terminal, with its line breaks; ``message``: an error for a terminal
 * ``shell_words``: a command of a POSIX shell
+* ``strict_json``: figures as JSON for any parser
 * ``json_document``: settings as JSON; ``yaml_document``: settings as JSON that YAML 1.1 reads alike
 * ``markdown``: a sentence or a cell of Markdown; ``fenced``: a block of code of Markdown
 * ``picture``: a label of matplotlib
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+#: first character of files that some editors of Windows write
+BYTE_ORDER_MARK = "\ufeff"
 #: error text for brackets nested deeper than the parser's stack
 TOO_DEEP = "nested too deeply"
 #: longest key, with its escapes, that YAML can parse
@@ -47,9 +50,9 @@ class MissingPackage(ValueError):
 
 
 def parsed_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError in one line."""
+    """Parse JSON, also behind a byte order mark. Raises ValueError in one line."""
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix(BYTE_ORDER_MARK))
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
 
@@ -125,6 +128,17 @@ def shell_words(words: Iterable[object]) -> str:
     return " ".join(shlex.quote(str(word)) for word in words)
 
 
+def strict_json(value: object, indent: int | None = None) -> str:
+    """Write figures as JSON for strict parsers: a number that is not finite becomes a text.
+
+    Python's ``float`` reads these texts: "Infinity", "-Infinity" and "NaN".
+    """
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
 def json_document(value: object) -> str:
     """Write settings as JSON. Raises ValueError for values that JSON lacks, like dates or sets."""
     try:
@@ -167,6 +181,14 @@ def picture(text: object) -> str:
     """
     shown = printable(text).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _escaped(character: str) -> str:

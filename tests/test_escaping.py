@@ -109,6 +109,12 @@ def test_yaml_and_json_are_read_back_as_they_were() -> None:
     assert yaml.safe_load(escaping.yaml_document(dates)) == dates
 
 
+def test_figures_are_read_by_strict_parsers() -> None:
+    inside = {"a": [float("inf"), (float("-inf"), 1.5)], "b": {"c": float("nan")}, 3: None}
+    found = json.loads(escaping.strict_json(inside), parse_constant=pytest.fail)
+    assert found == {"a": ["Infinity", ["-Infinity", 1.5]], "b": {"c": "NaN"}, "3": None}
+
+
 def test_what_is_no_setting_is_told() -> None:
     inside: dict[str, Any] = {}
     inside["itself"] = inside

@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "metric_names": set(),
     "autotune": {"codecs", "collectives", "config", "dimensions", "job"},
     "channels": {
-        "autotune", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
+        "autotune", "codecs", "collectives", "config", "dimensions", "errors", "escaping", "job",
+        "log",
     },
     # attaching to an engine, and the session of a process without one
     "session": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.escaping import strict_json
 from hybridcomp.job.agreement import tell
 
 #: flags of ``os.open`` for a ledger: truncated, since an earlier run's file was set aside
@@ -95,7 +95,7 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
-        text = (json.dumps(record) + "\n").encode()
+        text = (strict_json(record) + "\n").encode()
         try:
             written = self._file.write(text)
             if written != len(text):

@@ -109,6 +109,8 @@ def read_ledger(path: Path) -> Rows:
         for way, row in ways.items():
             for figure in row.items():
                 _check_figure(path, *figure)
+            if row.get("error") is not None:
+                row["error"] = float(row["error"])  # "Infinity" where values became non-finite
             if not needed <= row.keys():
                 raise CompareError(
                     f"{path}: {dimension} {way} lacks {sorted(needed - row.keys())}; it was "
@@ -143,7 +145,8 @@ def _check_figure(path: Path, name: str, value: object) -> None:
     """Raise CompareError for a figure of a ledger that is no number, or a codec without name."""
     optional = name in ("ratio", "error", "codec_ms") and value is None
     figures = ("raw_MB", "wire_MB", "ratio", "error", "codec_ms")
-    if name in figures and not (optional or _is_number(value)):
+    endless = name == "error" and value in ("Infinity", "NaN", math.inf)
+    if name in figures and not (optional or endless or _is_number(value)):
         raise CompareError(f"{path}: {name} is {value!r}; expected a number")
     if name == "codec" and not isinstance(value, str):
         raise CompareError(f"{path}: codec is {value!r}; expected a name")

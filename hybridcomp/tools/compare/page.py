@@ -219,7 +219,8 @@ def _of_dimensions(result: Result) -> Iterator[dict[str, Any]]:
     yield _chart("Seconds by dimension: codec, and waiting (pale)", both + codec, "",
                  "s of all ranks")  # fmt: skip
     lines = [
-        {"x": [at for at, _ in points], "y": [error for _, error in points], "meta": number,
+        {"x": [at for at, _ in points], "meta": number,
+         "y": [error if np.isfinite(error) else None for _, error in points],
          "name": f"{_name(run.label)}: {_name(name)}", "mode": "lines+markers",
          "line": {"color": style_of(number)["color"], "width": 1.5}, "marker": {"size": 4},
          "hovertemplate": "%{y:.2e}"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -92,7 +91,8 @@ def as_json(result: Result) -> str:
         }
         for run, comparison in zip(result.runs, result.comparisons, strict=True)
     ]
-    return json.dumps({"runs": rows, "last": result.last, "notes": list(result.notes)}, indent=1)
+    found = {"runs": rows, "last": result.last, "notes": list(result.notes)}
+    return escaping.strict_json(found, indent=1)
 
 
 def losses(result: Result) -> list[list[str]]:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from hybridcomp.channels.accounting.ledger_file import JsonLines
 from hybridcomp.tools import pages
 from hybridcomp.tools.commands import cli
 from hybridcomp.tools.compare import Wishes, command, compared, report
@@ -22,6 +23,15 @@ from tests.tools.compare.made import ROW, write_run
 HOSTILE = "</script><script>alert(1)</script><b>"
 #: maximum size of a page that can be mailed
 MOST = 5_000_000
+
+
+def strictly(text: str) -> Any:
+    """Parse JSON as strict parsers do, which take no NaN and no Infinity."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 class Page(HTMLParser):
@@ -108,6 +118,30 @@ def test_a_page_of_five_runs_has_the_figures_of_the_json(tmp_path: Path) -> None
             assert bars == pytest.approx(end)
         error = [t for t in charts["Relative error of one encoding"]["data"] if t["meta"] == number]
         assert (error[0]["x"], error[0]["y"]) == ([10.0], [ledger["error"]])
+
+
+@pytest.mark.parametrize("is_old", [True, False], ids=["by Python's json", "by the ledger"])
+def test_an_error_that_is_not_finite_is_shown_by_strict_json(tmp_path: Path, is_old: bool) -> None:
+    """A codec that made values non-finite is no reason to refuse a run, or to break its page."""
+    pytest.importorskip("plotly")
+    words = runs_of(tmp_path / "runs", ["base", "endless"], seeds=1)
+    path = tmp_path / "runs" / "1" / "seed0" / "ledger.jsonl"
+    rows = {"dp": {"forward": {**ROW, "error": float("inf")}}}
+    found = [{"step": 10, "dimensions": rows}, {"summary": True, "step": 60, "dimensions": rows}]
+    if is_old:
+        path.write_text("".join(f"{json.dumps(one)}\n" for one in found))
+    else:
+        path.unlink()
+        lines = JsonLines(path)
+        for one in found:
+            lines.write(one)
+        lines.close()
+        assert [strictly(text) for text in path.read_text().splitlines()][0]["step"] == 10
+    _, _, page = made(tmp_path / "out", *words)
+    figures = strictly((tmp_path / "out" / "comparison.json").read_text())
+    assert figures["runs"][1]["ledger"]["dp"]["forward"]["error"] == "Infinity"
+    assert [row[6] for row in page.tables[1][1:]] == ["1.0e-01", "inf"]
+    assert strictly(page.scripts["comparison"]) == figures and strictly(page.scripts["charts"])
 
 
 def test_a_gap_at_equal_times_ends_where_the_baseline_does(tmp_path: Path) -> None:
