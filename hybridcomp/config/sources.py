@@ -12,7 +12,7 @@ from typing import Any
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import ConfigError
-from hybridcomp.escaping import TOO_DEEP, MissingPackage, parsed_yaml
+from hybridcomp.escaping import BYTE_ORDER_MARK, TOO_DEEP, MissingPackage, parsed_yaml
 
 #: the key in errors about the file or text itself
 SOURCE = "ds_config"
@@ -96,6 +96,7 @@ def unreadable(where: str, error: ValueError, kind: str) -> ConfigError:
 
 
 def _loads(text: str, otherwise: Callable[[str], Any]) -> Any:
+    text = text.removeprefix(BYTE_ORDER_MARK)  # as hjson does, by which DeepSpeed reads
     try:
         return json.loads(text, object_pairs_hook=_Object)
     except RecursionError:

@@ -37,6 +37,9 @@ TRANSFORMER_ENGINE = (
 #: keys of a model's shape and layout, which identify a file of GPT-NeoX
 OWN_KEYS = frozenset({"pipe_parallel_size", "model_parallel_size", "num_layers", "hidden_size"})
 
+#: sizes of a model, which GPT-NeoX takes as they are
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
 
 def has_keys(whole: Mapping[str, Any]) -> bool:
     """Return whether a configuration has keys of GPT-NeoX that DeepSpeed does not have."""
@@ -54,8 +57,10 @@ def settings_of(args: Any) -> Mapping[str, Any] | None:
 def ds_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that GPT-NeoX passes to DeepSpeed, derived as NeoXArgs derives them.
 
-    Raises ConfigError for settings that GPT-NeoX itself refuses.
+    Raises ConfigError for settings that GPT-NeoX itself refuses, and for sizes of no model.
     """
+    for key in SIZES:
+        _count(whole, key, 1, least=1)
     extra = whole.get(EXTRA) or {}
     if not isinstance(extra, Mapping):
         raise ConfigError(EXTRA, show(extra), "expected an object")
@@ -106,8 +111,8 @@ def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
-    """Return an integer of a configuration. Raises ConfigError for another type.
+def _count(whole: Mapping[str, Any], key: str, default: int, least: int = 0) -> int:
+    """Return an integer of a configuration. Raises ConfigError for another type, or one too small.
 
     GPT-NeoX compares types, so it refuses a number with a dot or in quotes.
     """
@@ -116,6 +121,8 @@ def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
         return default
     if isinstance(found, bool) or not isinstance(found, int):
         raise ConfigError(key, show(found), "expected a whole number")
+    if found < least:
+        raise ConfigError(key, found, f"expected a whole number of {least} or more")
     return found
 
 
@@ -133,7 +140,7 @@ RULES: tuple[Rule[Mapping[str, Any]], ...] = (
         "they communicate inside Transformer Engine, where no seam reaches",
         "set the te_ switches to false",
         lambda whole: tensor_ranks(whole) > 1
-        and any(_switch(whole, name) for name in TRANSFORMER_ENGINE),
+        and any(_switch(whole, name) for name in TRANSFORMER_ENGINE), is_part=True,
     ),
     Rule(
         "note", ("tp",), '"partition_activations": true',

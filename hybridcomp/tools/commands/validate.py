@@ -17,6 +17,7 @@ from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, lo
 from hybridcomp.config import notes as dtype_notes
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
+from hybridcomp.escaping import BYTE_ORDER_MARK
 from hybridcomp.patches.rules import ds_check as check
 from hybridcomp.patches.rules import neox as neox_rules
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
@@ -119,8 +120,8 @@ def lines(
         hold_to_plan(block, _written_layout(found.job, world_size))
         if found.leaves_accumulation and found.job.stage >= 2:
             notes.append(_COMPUTED)
-    if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
-        notes.append(_NOT_STRICT)
+    if not neox and file.suffix not in (".yml", ".yaml"):
+        notes += _not_strict(file)
     sizes = [] if job is None else list(memory.lines(block, found, job))
     yield f"{file}: valid{' (a bare block)' if bare else ''}"
     yield from (f"  {line}" for line in describe(block, absent, unseen - block.explicit))
@@ -219,19 +220,18 @@ _COMPUTED = (
     f"{ACCUMULATION} is not in the file, and is taken as 1: DeepSpeed computes it from the batch "
     "sizes and the ranks; --world-size N counts them"
 )
-_NOT_STRICT = (
-    "this is Hjson (comments, commas): DeepSpeed reads it, Hugging Face's Trainer and Accelerate "
-    "read JSON only"
-)
+_ELSEWHERE = "DeepSpeed reads it, Hugging Face's Trainer and Accelerate"
 
 
-def _is_strict(file: Path) -> bool:
-    """Return whether the file is strict JSON, which all readers take."""
+def _not_strict(file: Path) -> Iterator[str]:
+    """Yield why the file is no strict JSON, which all readers take."""
+    text = file.read_text(encoding="utf-8")
+    if text.startswith(BYTE_ORDER_MARK):
+        yield f"the file begins with a byte order mark: {_ELSEWHERE} do not; save it without"
     try:
-        json.loads(file.read_text(encoding="utf-8"))
+        json.loads(text.removeprefix(BYTE_ORDER_MARK))
     except ValueError:
-        return False
-    return True
+        yield f"this is Hjson (comments, commas): {_ELSEWHERE} read JSON only"
 
 
 def _resumed(

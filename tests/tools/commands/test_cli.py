@@ -17,6 +17,7 @@ import pytest
 
 from hybridcomp.channels.checkpoint import checkpoint_note
 from hybridcomp.config import CompressionConfig, schema
+from hybridcomp.escaping import parsed_json
 from hybridcomp.tools.commands import cli
 from tests.paths import ROOT
 
@@ -318,6 +319,19 @@ def test_missing_file_and_missing_command(
             "deepspeed_extra_args: {compression: {dp: bf16}}\npipe_parallel_size: two\n",
             'pipe_parallel_size: found "two"; expected a whole number',
         ),
+        *(
+            (
+                "a.yml",
+                f"deepspeed_extra_args: {{compression: {{dp: bf16}}}}\n{key}: {found}\n",
+                f"{key}: found {found}; expected a whole number of {least} or more",
+            )
+            for key, found, least in (
+                ("pipe_parallel_size", -1, 0),
+                ("model_parallel_size", -2, 0),
+                ("num_layers", 0, 1),
+                ("hidden_size", -64, 1),
+            )
+        ),
     ],
 )
 def test_validate_finds_the_right_line(
@@ -327,6 +341,14 @@ def test_validate_finds_the_right_line(
     pytest.importorskip("yaml")
     error = said_of("validate", text, status=cli.BAD_INPUT, file=name)
     assert said in error and error.count("\n") == 1
+
+
+def test_a_byte_order_mark_is_no_mistake(said_of: Callable[..., str]) -> None:
+    """It made JSON "Hjson", or was refused with a wrong reason, by readers of any kind of file."""
+    said = said_of("validate", '\ufeff{"compression": {"dp": "bf16"}}', file="a.json")
+    assert ": valid\n" in said and "byte order mark" in said and "Hjson" not in said
+    assert "Hjson" in said_of("validate", '\ufeff{"compression": {"dp": "bf16",}}', file="a.json")
+    assert parsed_json('\ufeff{"a": 1}') == {"a": 1}
 
 
 def test_validate_reads_yaml_in_blocks(said_of: Callable[..., str]) -> None:
