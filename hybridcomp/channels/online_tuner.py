@@ -232,6 +232,8 @@ class OnlineTuner:
         here = [n for n in named if n not in state.absent]
         if not here and state.config.sync.acts:
             return "no meeting was held"
+        if not named and state.config.kept_native:
+            return f"{', '.join(sorted(state.config.kept_native))} native, as said at the start"
         if not named:
             return "the block names no codec for any dimension"
         if not here:

@@ -228,6 +228,11 @@ class CompressionConfig(DimensionFields):
         """Make ``dimensions``, which the job cannot encode, native; all ranks pass the same."""
         self._native |= frozenset(dimensions)
 
+    @property
+    def kept_native(self) -> frozenset[Dimension]:
+        """Return the dimensions of all ``keep_native`` calls; the user was told why."""
+        return self._native
+
     def error_feedback(self, dimension: Dimension) -> bool:
         settings: DimensionConfig = getattr(self, dimension)
         return settings.feeds_back and dimension not in self._native
@@ -242,6 +247,8 @@ class CompressionConfig(DimensionFields):
 
     def _when(self, dimension: Dimension) -> Literal["always", "auto"]:
         settings: MeasuredConfig = getattr(self, dimension)
+        if dimension in self._native:
+            return "always"
         if settings.when is not None:
             return settings.when
         codecs = [codec for (name, _), codec in self.codecs().items() if name == dimension]
@@ -254,7 +261,7 @@ class CompressionConfig(DimensionFields):
         if not self.ledger.sample_every:
             return {}
         every: dict[Dimension, Limits] = {n: getattr(self, n).limits() for n in DIMENSIONS}
-        return {name: limits for name, limits in every.items() if limits.any}
+        return {n: found for n, found in every.items() if found.any and n not in self._native}
 
     def policy(self) -> Policy:
         """Build the policy: codecs and ramps by dimension and direction, and the start step."""

@@ -176,7 +176,7 @@ def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> 
     ``largest_nbytes``: size of the job's largest message, if known.
     """
     active = any(config.active(name) for name in DIMENSIONS)
-    if not active and (config.preset == NATIVE or config.others):
+    if not active and (config.preset == NATIVE or config.others or config.kept_native):
         return []
     if not active:
         meant = f'name a codec, or write "preset": "{NATIVE}" where that is meant'

@@ -19,7 +19,6 @@ from hybridcomp.patches.common import early_engines
 from hybridcomp.patches.mcore.groups import sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patches.rules import engine, mcore
-from hybridcomp.patches.rules.engine import hold
 from hybridcomp.seams.arming import missing
 from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
@@ -58,22 +57,23 @@ def check(
     rules = list(mcore.RULES)
     if (reason := missing("transformer_engine.pytorch")) is not None:
         rules.insert(0, mcore.out_of_reach(reason))
-    _hold(channels, rules, job)
+    hold(channels, rules, job)
 
 
 def check_optimizer(channels: Channels, config: Any) -> None:
     """Check the block against the settings of an optimizer, as ``check`` does."""
     lossy = engine.lossy(channels.config)
     job = mcore.MegatronJob(config, None, "DistributedDataParallel", sizes(None), lossy=lossy)
-    _hold(channels, mcore.OPTIMIZERS, job)
+    hold(channels, mcore.OPTIMIZERS, job)
 
 
-def _hold(
+def hold(
     channels: Channels, rules: Iterable[engine.Rule[mcore.MegatronJob]], job: mcore.MegatronJob
 ) -> None:
+    """Check the block of ``channels`` against ``rules``; what stays native loses its codec."""
     block = channels.config
     active = [name for name in DIMENSIONS if block.active(name)]
-    for sentence in hold(block, ((rule, job) for rule in rules)):
+    for sentence in engine.hold(block, ((rule, job) for rule in rules)):
         say_once(sentence)
     if [name for name in DIMENSIONS if block.active(name)] != active:
         channels.policy = block.policy()

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import native_nbytes
-from hybridcomp.log import say_once
 from hybridcomp.patches.common.optimizer_steps import NO_PASS, backward_pass
 from hybridcomp.patches.common.routes import make_torch
 from hybridcomp.patches.common.scope import Scope
@@ -36,7 +35,6 @@ from hybridcomp.patches.mcore.ddp_batch import BucketBatch, CollectedCall
 from hybridcomp.patches.mcore.groups import coordinates, sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patches.rules import mcore
-from hybridcomp.patches.rules.engine import hold
 from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process
@@ -246,8 +244,7 @@ def make_chained_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
         return
     facts = SimpleNamespace(use_layer_wise_distributed_optimizer=True)
     job = mcore.MegatronJob(facts, None, "DistributedDataParallel", sizes())
-    for sentence in hold(channels.config, ((rule, job) for rule in mcore.LAYER_WISE)):
-        say_once(sentence)
+    check.hold(channels, mcore.LAYER_WISE, job)
 
     def allgather_params() -> None:
         for name in ("dp_cp", "expt_dp"):

@@ -59,13 +59,14 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "optimizer states and gradients go on to NVMe in buffers of DeepSpeed's swapper",
         'set the device to "cpu", or encode "states" alone',
         lambda job: job.stage > 0 and _offload(job, "device") == "nvme", settings=_copies,
+        is_part=True,
     ),
     Rule(
         "bypass", ("offload",), '"states" without "offload_optimizer.device": "nvme" at ZeRO 3',
         "only ZeRO 3 keeps optimizer states in files, and on NVMe alone",
         "set stage 3, the device and nvme_path, or remove states",
         lambda job: job.cpu_offload and (job.stage < 3 or _offload(job, "device") != "nvme"),
-        settings=_states,
+        settings=_states, is_part=True,
     ),
     Rule(
         "note", ("offload",), '"pipeline_read" or "pipeline_write" with too small a "buffer_count"',
@@ -91,11 +92,12 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "that no seam covers", 'remove offload_param, set "offload": {"forward": "none", ...}',
         lambda job: job.stage == 3 and job.cpu_offload
         and job.zero("offload_param.device", "none") != "none",
-        settings=_to_device,
+        settings=_to_device, is_part=True,
     ),
     Rule(
         "bypass", ("offload",), '"compile.deepcompile": true',
         "compiled code copies gradients in C++, where no seam reaches",
         "set compile.deepcompile to false", lambda job: job.compiled and job.cpu_offload,
+        is_part=True,
     ),
 )  # fmt: skip

@@ -43,6 +43,7 @@ class Rule(Generic[J]):
     applies: Callable[[J], bool] = field(repr=False)
     #: returns whether the rule applies to these settings of the dimension
     settings: Callable[[CompressionConfig], bool] = field(default=_any_block, repr=False)
+    is_part: bool = False  # of "bypass": the rest of the dimension's messages is encoded
 
     def __str__(self) -> str:
         return f"{self.found}: {self.reason}"
@@ -53,7 +54,8 @@ def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterat
 
     Yields sentences for the user. Raises ConfigError at the first dimension that cannot act, unless
     the block says ``"on_unsupported": "native"``; then a sentence says what stays native and why.
-    In that case refused dimensions that only the preset chose stay native in ``block``.
+    In that case refused dimensions that only the preset chose, and bypassed ones, stay native in
+    ``block``.
     """
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule, job in rules:
@@ -71,6 +73,9 @@ def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterat
             yield f"{', '.join(chosen)} native: {rule}; the preset chose that codec"
             continue
         yield apply(rule, names, block)
+        if rule.verdict == "bypass" and not rule.is_part:
+            block.keep_native(names)
+            active = [name for name in active if name not in names]
 
 
 def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -> str:
@@ -81,7 +86,7 @@ def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -
     if rule.verdict == "note":
         return f"{', '.join(names)}: {rule}"
     if rule.verdict != "refuse" and block.on_unsupported == "native":
-        return f"{', '.join(names)} native: {rule}"
+        return f"{', '.join(names)} {'partly ' if rule.is_part else ''}native: {rule}"
     native = "" if rule.verdict == "refuse" else ', or set "on_unsupported": "native"'
     raise ConfigError(
         f"{BLOCK}.{names[0]}",

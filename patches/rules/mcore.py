@@ -140,20 +140,20 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         "bypass", ("tp",), "use_transformer_engine_op_fuser",
         "fused operations of Transformer Engine do not tell gradients from activations",
         "set use_transformer_engine_op_fuser to False",
-        lambda job: bool(job.get("use_transformer_engine_op_fuser", False)),
+        lambda job: bool(job.get("use_transformer_engine_op_fuser", False)), is_part=True,
     ),
     Rule(
         "bypass", ("tp",), "sequence_parallel in 8 or 4 bits (fp8, fp4)",
         "Transformer Engine gathers the quantized tensors itself; only its reductions are encoded",
         "train in bf16",
         lambda job: job.transformer_engine and bool(job.get("sequence_parallel", False))
-        and bool(job.get("fp8") or job.get("fp4")),
+        and bool(job.get("fp8") or job.get("fp4")), is_part=True,
     ),
     Rule(
         "bypass", ("tp",), "tp_comm_overlap",
         "the collectives are fused with the matrix products in user buffers",
         "set tp_comm_overlap to False",
-        lambda job: bool(job.get("tp_comm_overlap", False)),
+        lambda job: bool(job.get("tp_comm_overlap", False)), is_part=True,
     ),
     Rule(
         "bypass", ("tp",), "symmetric_ar_type",
@@ -161,11 +161,12 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         "sums of the backward pass are encoded", "remove symmetric_ar_type",
         lambda job: job.transformer_engine and bool(job.get("symmetric_ar_type"))
         and not job.get("sequence_parallel", False),  # it uses reduce-scatters instead
+        is_part=True,
     ),
     Rule(
         "bypass", ("tp", "ep", "cp"), "layers in CUDA graphs (cuda_graph_impl)",
         REPLAYED,
-        'set cuda_graph_impl to "none"', lambda job: job.graphs,
+        'set cuda_graph_impl to "none"', lambda job: job.graphs, is_part=True,
     ),
     Rule(
         "bypass", ("dp", "zero", "pp"), FULL_GRAPH,
@@ -289,6 +290,7 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
             job.get(name, False)
             for name in ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
         ),
+        is_part=True,
     ),
     *LAYER_WISE,
     Rule(
@@ -342,7 +344,7 @@ def out_of_reach(reason: str) -> Rule[MegatronJob]:
     """Make the rule for layers of Transformer Engine whose seam is not in place."""
     return Rule(
         "bypass", ("tp",), LAYERS_OUT_OF_REACH, reason, "use --transformer-impl local",
-        lambda job: job.transformer_engine and job.size("tp") > 1,
+        lambda job: job.transformer_engine and job.size("tp") > 1, is_part=True,
     )  # fmt: skip
 
 

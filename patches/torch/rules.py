@@ -88,7 +88,7 @@ _DDP: tuple[Rule[Any], ...] = (
         "bypass", ("dp",), "Embedding(sparse=True)",
         "sparse gradients are gathered row by row and come in buckets of their own",
         'name embed ("none": as torch sends them), or set sparse to False', _is_sparse,
-        lambda block: "embed" not in block.explicit,
+        lambda block: "embed" not in block.explicit, is_part=True,
     ),
     Rule(
         "refuse", ("dp",), "complex parameters with a torch before 2.13",
@@ -98,7 +98,7 @@ _DDP: tuple[Rule[Any], ...] = (
     Rule(
         "bypass", ("dp",), "delay_all_reduce_named_params",
         "DDP sums the gradients of these parameters outside its buckets", "remove it",
-        lambda model: bool(model._delay_all_reduce_params),
+        lambda model: bool(model._delay_all_reduce_params), is_part=True,
     ),
     Rule(
         "refuse", ("dp",), 'torch._dynamo.config.optimize_ddp = "python_reducer"',

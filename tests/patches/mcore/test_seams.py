@@ -94,12 +94,12 @@ def layer_wise(native: bool) -> tuple[str, Any]:
     from types import SimpleNamespace
 
     from hybridcomp.errors import ConfigError
-    from hybridcomp.patches.mcore import ddp
+    from hybridcomp.patches.mcore import check
     from hybridcomp.session import process
     from tests.training import mcore_trainer
 
     said: list[str] = []
-    setattr(ddp, "say_once", said.append)  # noqa: B010
+    setattr(check, "say_once", said.append)  # noqa: B010
     mcore_trainer.prepare()
     block = {"preset": "recommended", "on_unsupported": "native" if native else "error"}
     with mcore_trainer.armed(job := mcore_trainer.Job(block=block)):

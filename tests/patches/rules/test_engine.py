@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.config import CompressionConfig
+from hybridcomp.config import CompressionConfig, describe, idle_notes
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules.engine import Rule, Verdict, absent, hold
 
@@ -38,6 +38,19 @@ def test_it_may_stay_native(verdict: Verdict) -> None:
     assert held(verdict, block) == ["tp native: a switch: it passes by"]
     with pytest.raises(ConfigError):
         held("refuse", block)
+
+
+def test_a_bypassed_dimension_is_native_in_the_block_unless_part_of_it_is_encoded() -> None:
+    """What is said to be native is listed, measured, guarded and counted as native."""
+    for is_part in (False, True):
+        tp = {**BITS, "when": "auto", "guard": {"error": 0.5}}
+        block = CompressionConfig.parse({"tp": tp, "on_unsupported": "native"})
+        (told,) = hold(block, [(rule("bypass", is_part=is_part), True)])
+        assert told.startswith("tp partly native: " if is_part else "tp native: ")
+        assert block.active("tp") is is_part and not idle_notes(block)
+        assert ("tp" in block.measured()) is is_part and ("tp" in block.limits()) is is_part
+        listed = next(line for line in describe(block) if "tp" in line.split("(")[0])
+        assert listed.startswith("tp " if is_part else "native")
 
 
 def test_notes_are_said_and_nothing_else_happens() -> None:
