@@ -17,10 +17,12 @@ from hybridcomp.log import say
 
 KEY = "hybridcomp.resume"
 WHAT = "resuming a checkpoint"
-#: keys of learning rates in an optimizer's group (OneCycleLR and Megatron add some), and the
-#: attributes of schedulers of torch and Megatron that hold some
-RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-HELD = ("base_lrs", "max_lrs", "init_lr", "max_lr", "min_lr")
+#: keys of learning rates in an optimizer's group (OneCycleLR, SWALR and Megatron add some), and the
+#: attributes of schedulers of torch and Megatron that hold some, their floors included
+RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+HELD = (
+    "base_lrs", "max_lrs", "init_lr", "max_lr", "min_lr", "eta_min", "min_lrs", "default_min_lr",
+)  # fmt: skip
 #: index file of a checkpoint, which torch writes last
 INDEX = ".metadata"
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, Dataset
 
 from hybridcomp.elastic import batches
@@ -209,6 +210,13 @@ def test_the_learning_rate_follows_as_the_user_says(scaling: str, factor: float)
         batches.lr_factor(16, 16, "cubic")
 
 
+class Plateau(schedules.ReduceLROnPlateau):
+    """A scheduler whose loss never falls."""
+
+    def step(self, *_: Any) -> None:
+        super().step(1.0)
+
+
 #: schedulers that do not compute from ``base_lrs`` alone
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda one: schedules.LambdaLR(one, lambda step: 1 / (1 + step)),
@@ -218,6 +226,10 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "chained": lambda one: schedules.ChainedScheduler([schedules.LambdaLR(one, lambda _: 0.5)]),
     "one cycle": lambda one: schedules.OneCycleLR(one, 0.1, total_steps=20),
     "cyclic": lambda one: schedules.CyclicLR(one, 0.01, 0.1, step_size_up=4),
+    "cosine": lambda one: schedules.CosineAnnealingLR(one, 20, eta_min=0.04),
+    "restarts": lambda one: schedules.CosineAnnealingWarmRestarts(one, 4, eta_min=0.04),
+    "plateau": lambda one: Plateau(one, factor=0.8, patience=0, min_lr=0.02),
+    "swa": lambda one: SWALR(one, 0.03, anneal_epochs=6),
 }
 
 
