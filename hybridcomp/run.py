@@ -8,9 +8,11 @@ passed to the script before the script's arguments, where `deepspeed train.py` p
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
+import zipfile
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -43,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not rest or rest[0] in ("-h", "--help"):
         _end(USAGE, 0 if rest else 2)
     script = rest[0]
-    if not module and not os.path.isfile(script):
-        _end(f"hybridcomp.run: no such script: {script}\n{USAGE}", 2)
+    if not module and (problem := _not_a_script(script)):
+        _end(f"hybridcomp.run: {problem}\n{USAGE}", 2)
     hybridcomp.install()
     _run(script, module, [script, *launcher, *rest[1:]])
     _say_if_idle()
@@ -54,11 +56,47 @@ def _run(script: str, module: bool, words: list[str]) -> None:
     sys.argv = words
     if module:
         sys.path.insert(0, os.getcwd())
+        if problem := _not_a_module(script):
+            _end(f"hybridcomp.run: {problem}\n{USAGE}", 2)
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         # as with `python script.py`, the script's folder comes first on the path
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
+
+
+def _not_a_script(path: str) -> str | None:
+    """Return why Python cannot run the file; None if it can, or shows a mistake in it itself."""
+    if os.path.isdir(path):
+        return f"{path} is a folder; name a script in it"
+    if not os.path.isfile(path):
+        return f"no such script: {path}"
+    try:
+        with open(path, "rb") as file:
+            code = file.read()
+        if not path.endswith((".py", ".pyc")) and not zipfile.is_zipfile(path):
+            compile(code, path, "exec")
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    except (SyntaxError, ValueError):
+        return f"{path} is no Python script"
+    return None
+
+
+def _not_a_module(name: str) -> str | None:
+    """Return why ``python -m name`` would not start, None if it would; imports parent packages."""
+    if name.endswith(".py"):
+        return f"-m {name}: expected a module, {name.removesuffix('.py')}; or leave -m out"
+    try:
+        found = None if name[:1] in ("", ".") else importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package that the module needs
+        found = None
+    return None if found is not None else f"no module {name} is found from {os.getcwd()}"
 
 
 def _say_if_idle() -> None:

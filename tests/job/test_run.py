@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import hybridcomp
 from hybridcomp.run import main, split
 from tests.scripts_on_ranks import run_each, run_python
 
@@ -66,6 +68,42 @@ def test_a_missing_script_is_told_by_one_rank_of_a_node(
         assert capsys.readouterr().err.count("no such script: nowhere.py") == lines
     with pytest.raises(SystemExit, match="2"):
         main([])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["job"], "job is a folder; name a script in it"),
+        (["start.sh"], "start.sh is no Python script"),
+        (["weights.pt"], "weights.pt is no Python script"),
+        (["-m", "nosuch"], "no module nosuch is found from "),
+        (["-m", "nosuch.train"], "no module nosuch.train is found from "),
+        (["-m", "job"], "no module job.__main__ is found from "),
+        (["-m", ".train"], "no module .train is found from "),
+        (["-m", "job.train.py"], "-m job.train.py: expected a module, job.train; or leave -m out"),
+    ],
+    ids=lambda one: one[-1] if isinstance(one, list) else "",
+)
+def test_what_is_no_script_and_no_module_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], said: str,
+) -> None:  # fmt: skip
+    (folder / "start.sh").write_text("export A=1\npython train.py\n")
+    (folder / "weights.pt").write_bytes(b"PK\x00\xff\x00")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(hybridcomp, "install", lambda: None)
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith(f"hybridcomp.run: {said}")
+
+
+def test_a_package_that_a_module_needs_is_no_missing_module(folder: Path) -> None:
+    (folder / "job" / "__init__.py").write_text("import nosuch\n")
+    result = launch("-m", "job.train", cwd=folder)
+    assert "No module named 'nosuch'" in result.stderr and "no module job" not in result.stderr
 
 
 def test_exit_code_of_the_script_is_kept(folder: Path) -> None:
