@@ -29,6 +29,7 @@ from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.session import Source, read
 from hybridcomp.patches.torch.state import claimed_saves
 from hybridcomp.patches.torch.state.at_checkpoint import AtCheckpoint
+from hybridcomp.patches.torch.state.stateful import SavedState
 from hybridcomp.session import process
 from hybridcomp.sync.islands import is_island
 
@@ -59,6 +60,8 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
         raise ConfigError(BLOCK, Shown(type(model).__name__), todo)
     model = unwrapped(model)
     known: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
+    if isinstance(known, SavedState):
+        known = None  # of a pickled model, which sends natively like other copies
     if known is not _UNSEEN and (source is None or known is not None):
         if source is not None:
             todo = (

@@ -335,7 +335,7 @@ class CachedEmbedding(nn.Module):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         todo = "its rows are on the host of all ranks; make another table, and save and load"
-        raise ConfigError(NAME, Shown("a deepcopy"), todo)
+        raise ConfigError(NAME, Shown("a deepcopy or pickle"), todo)
 
     def __getstate__(self) -> NoReturn:
         self.__deepcopy__(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -122,6 +122,13 @@ class RowOptimizer(torch.optim.Optimizer):
         for name, (tail, dtype) in kinds.items():
             host.add(name, tail, dtype)
             table.slots.make(name)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        todo = "its states are with the rows of its tables; make another one, and save and load"
+        raise ConfigError(NAME, Shown("a deepcopy or pickle"), todo)
+
+    def __getstate__(self) -> NoReturn:
+        self.__deepcopy__(None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the accumulated gradients."""

@@ -22,6 +22,7 @@ from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.dimensions import Dimension
 from hybridcomp.job.parameter_names import plain_name
+from hybridcomp.log import say_once as say
 from hybridcomp.patches.torch import rules, steps, torch_versions, trained_set
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.ddp import slot as ddp_slot
@@ -90,9 +91,21 @@ class _Entered:
 
     attached: Attached | None
 
+    def __deepcopy__(self, memo: object) -> _Entered:
+        return _Entered(None)
+
+    def __reduce__(self) -> tuple[Callable[[], _Entered], tuple[()]]:
+        return _unpickled, ()
+
     def __call__(self, model: Any, arguments: Any) -> None:
         if self.attached is not None and torch.is_grad_enabled():
             self.attached.entered(model.training)
+
+
+def _unpickled() -> _Entered:
+    """Return the hook of an unpickled model, and tell the user that it sends natively."""
+    say("an unpickled model sends natively; if it is trained, call hybridcomp.attach on it")
+    return _Entered(None)
 
 
 def _buckets(

@@ -34,6 +34,10 @@ class Slot:
         self.reducer: weakref.ref[Reduce] | None = None
         self._model = weakref.ref(model)
 
+    def __reduce__(self) -> tuple[type[_SlotOfNone], tuple[()]]:
+        """Pickle as a slot of no model: a pickled model gets a reducer without a hook."""
+        return _SlotOfNone, ()
+
     def serves(self, model: object) -> bool:
         """Return whether this is the slot of ``model``, not one that was copied along with it."""
         return self._model() is model
@@ -83,15 +87,29 @@ def slot_of(model: Any) -> Slot | None:
     return next((slot for slot in slots if slot.serves(model)), None)
 
 
-def _register(model: DistributedDataParallel) -> Slot:
-    def hybridcomp_hook(state: Slot, bucket: Any) -> Any:
-        return state.reduce(bucket)
+class _SlotOfNone(Slot):
+    """Slot in a copied model's list of hooks; nothing calls it."""
 
-    # torch compares these with types, and finds strings under "from __future__ import annotations"
-    hybridcomp_hook.__annotations__ = {
-        "bucket": dist.GradBucket,  # type: ignore[attr-defined]
-        "return": Bucket,
-    }
+    def __init__(self) -> None:
+        self.reducer = None
+
+    def serves(self, model: object) -> bool:
+        return False
+
+
+def hybridcomp_hook(state: Slot, bucket: Any) -> Any:
+    """Call the slot of the model; a function of the module, so that models can be pickled."""
+    return state.reduce(bucket)
+
+
+# torch compares these with types, and finds strings under "from __future__ import annotations"
+hybridcomp_hook.__annotations__ = {
+    "bucket": dist.GradBucket,  # type: ignore[attr-defined]
+    "return": Bucket,
+}
+
+
+def _register(model: DistributedDataParallel) -> Slot:
     slot = Slot(model)
     try:
         type(model).register_comm_hook(model, slot, hybridcomp_hook)  # a copy has ``_refuse``, too

@@ -214,8 +214,10 @@ def test_what_a_cut_table_cannot_do() -> None:
     with pytest.raises(AttributeError, match="do not tie a head to it"):
         nn.Linear(4, 5).weight = table.weight
     for make in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(ConfigError, match="found a deepcopy; its rows are on the host"):
+        with pytest.raises(ConfigError, match="found a deepcopy or pickle; its rows are on"):
             make(table)
+        with pytest.raises(ConfigError, match="RowOptimizer: found a deepcopy or pickle; its st"):
+            make(RowOptimizer([table], lr=0.1))
 
 
 def made_before() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -296,7 +297,7 @@ def test_damaged_files_are_an_error_on_every_rank(module_ranks: RunRanks, tmp_pa
         assert "rank 1" in second and "found no hybridcomp_model_" in second
 
 
-def copied() -> tuple[str, bool, float, list[str]]:
+def copied(is_pickled: bool) -> tuple[str, bool, float, list[str]]:
     torch.manual_seed(0)
     block = {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0}
     model = DistributedDataParallel(nn.Linear(64, 64))
@@ -304,7 +305,7 @@ def copied() -> tuple[str, bool, float, list[str]]:
     assert first is not None
     said = io.StringIO()
     with redirect_stdout(said):
-        clone = copy.deepcopy(model)
+        clone = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
     values = torch.randn(8, 64) * (1 + dist.get_rank())
 
     def gradient() -> Tensor:
@@ -325,9 +326,12 @@ def copied() -> tuple[str, bool, float, list[str]]:
     return said.getvalue(), torch.equal(mean, 2 * native), error, sent
 
 
-def test_a_copy_of_an_attached_model_is_native_and_says_so(module_ranks: RunRanks) -> None:
+@pytest.mark.parametrize("is_pickled", [False, True], ids=["deepcopy", "pickle"])
+def test_a_copy_of_an_attached_model_is_native_and_says_so(
+    module_ranks: RunRanks, is_pickled: bool
+) -> None:
     """Torch copies DDP's list of hooks, but not the hook: an attached copy gets its own."""
-    first, _ = module_ranks(2, copied)
+    first, _ = module_ranks(2, copied, is_pickled)
     said, same, error, sent = first
-    assert "the copy sends natively" in said and same
+    assert ("unpickled model" if is_pickled else "the copy") + " sends natively" in said and same
     assert 0 < error < 0.2 and sent == ["dp"]
