@@ -109,12 +109,13 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     from hybridcomp.patches.common import early_engines
     from hybridcomp.patches.torch import auto_attach
     from hybridcomp.seams import arming
-    from hybridcomp.session import process
+    from hybridcomp.session import process, reporter
 
     error_exit.install()
     say_once(*environment.unknown())
     if config is not None:
         process.configure(config)
+        reporter.say_kept(process.configured())
     early_engines.check(frozenset(arming.IN_PLACE), process.configured(), new=config is not None)
     registry.arm()
     auto_attach.arm(new=config is not None)

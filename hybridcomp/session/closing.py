@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import util
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from hybridcomp.channels.accounting.ledger import Entry, Key
 from hybridcomp.channels.accounting.time_saved import TimeSaved
 from hybridcomp.dimensions import Dimension
 from hybridcomp.log import say
 
+C = TypeVar("C")
 #: text if no seconds of the run were measured
 UNTIMED = 'seconds were not measured ("when": "auto" measures them)'
 
@@ -97,6 +98,11 @@ def close_at_the_end(closable: Closable) -> None:
     """Close ``closable`` before the process ends, unless it was garbage-collected before."""
     _register_end()
     _open.add(closable)
+
+
+def opened(kind: type[C]) -> list[C]:
+    """Return the objects of a kind that ``close_at_the_end`` got and that still exist."""
+    return [one for one in _open if isinstance(one, kind)]
 
 
 def _register_end() -> None:

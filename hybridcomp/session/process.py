@@ -27,7 +27,7 @@ import torch.distributed.nn.functional  # noqa: F401
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, SOURCE, CompressionConfig, load_config, read_source
-from hybridcomp.config.error_messages import NOTHING
+from hybridcomp.config.error_messages import NOTHING, near_key
 from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import drain_gloo, environment
@@ -102,7 +102,7 @@ def parse(
     if config is None or isinstance(config, CompressionConfig):
         return config
     whole = read_source(config)
-    if BLOCK in whole:
+    if BLOCK in whole or near_key(whole, BLOCK) is not None:
         return load_config(whole)
     block = CompressionConfig.parse(whole)
     return block if block.enabled else None

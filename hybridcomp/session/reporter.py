@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import sys
 import time
@@ -33,7 +35,7 @@ from hybridcomp.metric_names import (
     event_name,
     follower_line,
 )
-from hybridcomp.session.closing import Account, close_at_the_end, open_account
+from hybridcomp.session.closing import Account, close_at_the_end, open_account, opened
 from hybridcomp.session.followers import StepFollower, ToldFollower
 
 #: name and figure, as DeepSpeed's monitors take them
@@ -49,6 +51,7 @@ class Reporter:
 
     _jsonl: JsonLines | None = None
     _account: Account | None = None
+    _number = 0  # of the model, among those of this process; 0: closed
 
     def __init__(
         self,
@@ -69,6 +72,9 @@ class Reporter:
             if jsonl is not None:
                 self._jsonl = JsonLines(jsonl)
             self._account = open_account(channels.gains, "" if jsonl is None else str(jsonl))
+            if numbers():
+                gc.collect()  # engines hang in reference cycles: deleted ones do not count
+            self._number = next(n for n in itertools.count(1) if n not in numbers())
             close_at_the_end(self)
 
     def report(self, step: int, followers: Iterable[StepFollower] = ()) -> list[Event]:
@@ -105,7 +111,9 @@ class Reporter:
             for follower in followers
             if (row := follower.row()) is not None
         }
-        say("; ".join([line(step, rows, dist.get_world_size()), *map(follower_line, more.items())]))
+        whose = f"model {self._number}, " if len(numbers()) > 1 else ""
+        own = f"{whose}{line(step, rows, dist.get_world_size())}"
+        say("; ".join([own, *map(follower_line, more.items())]))
         totals = self._sums()
         if self._jsonl is not None:
             now = round(time.time(), 3)
@@ -158,6 +166,7 @@ class Reporter:
             ]
             self._account.close(interval, idle, filter(None, also))
             self._account = None
+            self._number = 0
         if self._jsonl is not None:
             ledger = self._channels.ledger
             rows = ledger.rows(self._totals, self._used)
@@ -180,6 +189,23 @@ class Reporter:
 
     def __del__(self) -> None:
         self.close()
+
+
+def numbers() -> set[int]:
+    """Return the numbers of this process's models that still report."""
+    return {reporter._number for reporter in opened(Reporter)} - {0}
+
+
+def say_kept(block: CompressionConfig | None) -> None:
+    """Tell the user that models keep their block, where ``block`` is a new one of the process."""
+    new = None if block is None else block.model_dump()
+    models = [one for one in opened(Reporter) if one._number]
+    kept = sum(one._channels.config.model_dump() != new for one in models)
+    if kept:
+        say(
+            f"hybridcomp.install: {kept} model(s) that are attached keep the block of before; "
+            "hybridcomp.detach(model) and hybridcomp.attach(model, block) change it"
+        )
 
 
 def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:

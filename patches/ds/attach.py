@@ -24,7 +24,7 @@ from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, 
 from hybridcomp.dimensions import Dimension
 from hybridcomp.job.devices import device_name
 from hybridcomp.job.together import together
-from hybridcomp.log import say
+from hybridcomp.log import say, say_once
 from hybridcomp.patches.common import early_engines, island_steps, publishing_steps
 from hybridcomp.patches.ds import (
     island_unit,
@@ -89,6 +89,7 @@ CHECKPOINTS = "DeepSpeed's checkpoints"
 @around
 def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Read, check and agree on the block before the engine is built; attach it afterwards."""
+    say_once(*job_facts.compile_locks())
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     notes: list[str] = []
     absent: frozenset[Dimension] = frozenset()
@@ -97,8 +98,9 @@ def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
         block = load_config(ds_json)
         if BLOCK not in ds_json:
             # without a block in the file, the process's block applies, so that no setting is
-            # ignored
-            block = process.configured()
+            # ignored; a copy, since a dimension that an engine cannot encode becomes native there
+            shared = process.configured()
+            block = None if shared is None else shared.model_copy()
         else:
             process.say_unused(block)
         agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -50,6 +52,18 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "sparse": any(True for _ in tables_of(model)),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
+
+
+def compile_locks() -> Iterator[str]:
+    """Yield a notice for each lock of a compilation of DeepSpeed's operations by torch.
+
+    Starts wait for a lock silently and without a limit, also for one that a killed start has left.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(named) if named else Path(cache) / "torch_extensions"
+    for lock in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
+        yield f"{lock}: DeepSpeed waits until it is gone; if nothing compiles, delete it"
 
 
 def layout(engine: Any) -> dict[str, int | None]:

@@ -31,6 +31,7 @@ from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
 from hybridcomp.session.agreement import refuse_deepspeeds
 from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.session.reporter import numbers
 
 #: the engines' names in messages to the user
 ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
@@ -47,7 +48,8 @@ def read(source: Source | None) -> CompressionConfig | None:
     Returns None where there is no block, or one with ``"enabled": false``. Raises ConfigError.
     """
     block = process.configured() if source is None else process.parse(source)
-    return block if block is not None and block.enabled else None
+    # a copy, since a dimension that one model cannot encode becomes native in the model's block
+    return block.model_copy() if block is not None and block.enabled else None
 
 
 def island_group(
@@ -82,7 +84,8 @@ def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, "engine": kind, **versions()}, ranks=ranks)
     if block is None:
-        process.say_native(f"models under {ENGINES[kind]}")
+        which = "this model" if numbers() else "models"  # others may have a block
+        process.say_native(f"{which} under {ENGINES[kind]}")
     else:
         peer_liveness.announce(ranks)
 

@@ -21,6 +21,7 @@ from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import AgreementError, CheckpointError
 from hybridcomp.metric_names import follower_line
+from hybridcomp.session import reporter
 from hybridcomp.session.engine_session import EngineSession
 from tests.ranks import RunRanks
 
@@ -124,6 +125,29 @@ def test_exact_codecs_change_nothing_and_bounds_hold(on_ranks: RunRanks) -> None
         assert lossy[0] != native[0] and lossy[2]
         assert 0 < lossy[1] <= 1e-2
         assert lossy[0][-1] == pytest.approx(native[0][-1], rel=0.05)
+
+
+def side_by_side() -> list[str]:
+    """Return the lines of two models, and of the second alone, before and after another block."""
+    block = {**FEEDBACK, "ledger": {"every": 1}}
+    with mock.patch.object(reporter, "say") as said:
+        first, second = Toy(block), Toy(block)
+        assert first.session is not None
+        first.step(0)
+        second.step(0)
+        reporter.say_kept(CompressionConfig.parse(block))
+        reporter.say_kept(None)
+        first.session.close()
+        second.step(1)
+        reporter.say_kept(CompressionConfig.parse({"dp": "bf16"}))
+    return [call.args[0] for call in said.call_args_list]
+
+
+def test_lines_of_several_models_say_whose_they_are(on_ranks: RunRanks) -> None:
+    lines, _ = on_ranks(2, side_by_side)
+    heads = ["model 1, step 1: ", "model 2, step 1: ", "hybridcomp.install: 2 model(s) that are "
+             "attached keep", "step 2: ", "hybridcomp.install: 1 model(s) that"]  # fmt: skip
+    assert all(line.startswith(head) for line, head in zip(lines, heads, strict=True)), lines
 
 
 def resumed(folder: str) -> tuple[list[float], list[float], float]:

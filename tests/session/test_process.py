@@ -47,6 +47,13 @@ def test_an_engine_lends_while_it_lives() -> None:
     assert config is not None and config.tp.codec == "fp16", "the block of before"
 
 
+@pytest.mark.parametrize("key", ["compresion", "Compression"])
+def test_a_misspelt_block_is_told_as_what_it_is(key: str) -> None:
+    """It was taken for a bare block with an unknown key."""
+    with pytest.raises(ConfigError, match=f"^{key}: .*; unknown key; did you mean 'compression'"):
+        process.configure({key: {"dp": "bf16"}})
+
+
 def test_the_first_living_engine_lends() -> None:
     first, second = Engine(), Engine()
     lent = session({"preset": "recommended"})

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from hybridcomp.channels import Channels, channels_of
+from hybridcomp.patches.ds.job_facts import compile_locks
 from hybridcomp.patches.ds.step_ends import LATE, at_the_end, make_step
 from hybridcomp.patches.ds.zero import frozen, secondary
 from hybridcomp.session import process
@@ -67,6 +68,20 @@ def test_a_block_beside_the_engine_s_own_does_nothing_and_says_so() -> None:
         "DeepSpeed's configuration has a block of its own: that of hybridcomp.install does "
         "nothing here"
     ]
+
+
+@pytest.mark.parametrize("place", ["adam", "py311_cpu/adam"])
+def test_a_lock_that_a_killed_compilation_left_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """DeepSpeed waits for it without a word."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / place).mkdir(parents=True)
+    assert list(compile_locks()) == []
+    lock = tmp_path / place / "lock"
+    lock.touch()
+    (said,) = compile_locks()
+    assert said.startswith(f"{lock}: DeepSpeed waits until it is gone")
 
 
 def test_destroyed_engines_are_gone(tmp_path: Path) -> None:
