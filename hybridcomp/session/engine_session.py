@@ -262,7 +262,9 @@ class EngineSession:
                 channels.residuals.scale(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
             advice = "" if self.kept_in else ADVICE
-            self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
+            whose = "" if self.reporter is None else self.reporter.whose
+            told = channels.close_step(sampled, self.device)
+            self.say(*(f"{whose}{text}{advice}" for text in told))
             if overflow:
                 # a loss scale of 1 means that there is no scaler
                 self.followers.overflowed(None if loss_scale == 1.0 else loss_scale)

@@ -77,6 +77,11 @@ class Reporter:
             self._number = next(n for n in itertools.count(1) if n not in numbers())
             close_at_the_end(self)
 
+    @property
+    def whose(self) -> str:
+        """Return the beginning of a line about this model; "" if no other model reports."""
+        return f"model {self._number}, " if len(numbers()) > 1 else ""
+
     def report(self, step: int, followers: Iterable[StepFollower] = ()) -> list[Event]:
         """Sum the interval over the job; rank 0 prints and writes. ``followers`` add their rows.
 
@@ -111,8 +116,7 @@ class Reporter:
             for follower in followers
             if (row := follower.row()) is not None
         }
-        whose = f"model {self._number}, " if len(numbers()) > 1 else ""
-        own = f"{whose}{line(step, rows, dist.get_world_size())}"
+        own = f"{self.whose}{line(step, rows, dist.get_world_size())}"
         say("; ".join([own, *map(follower_line, more.items())]))
         totals = self._sums()
         if self._jsonl is not None:
