@@ -101,8 +101,9 @@ def _lost(session: SavedParts, folder: Path, kept: checkpoint.StoredState | None
     """Return the states that restart because ``folder`` lacks their files; no collective."""
     lost = [] if kept is None else list(kept.lost)
     channels = session.channels
-    deltas = channels["zero"].delta and channels.lossy("zero")
-    if deltas and not any(folder.glob(f"{checkpoint_note.PARAMETERS}_*")):
+    deltas, kind = channels["zero"].delta and channels.lossy("zero"), checkpoint_note.PARAMETERS
+    wrote = any(folder.glob(f"{kind}_*"))
+    if deltas and not wrote and not checkpoint_note.wrote_none(folder, kind):
         lost.append("deltas begin with an exact gather")
     names = [follower.name for follower in session.followers.stateful]
     return lost + [f"{n} begins anew" for n in names if not any(folder.glob(f"hybridcomp_{n}_*"))]

@@ -90,15 +90,20 @@ class Workers:
 
 
 @pytest.fixture
-def workers(factory: Any, monkeypatch: pytest.MonkeyPatch) -> Workers:
-    """Return two workers that record vLLM's reloads, which support vLLM's layers only."""
+def reloads(factory: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record vLLM's reloads, which support vLLM's layers only."""
+    worker, found = importlib.import_module("hybridcomp.inference.vllm_worker"), list[str]()
+    monkeypatch.setattr(worker, "initialize_layerwise_reload", lambda _: found.append("begin"))
+    monkeypatch.setattr(worker, "finalize_layerwise_reload", lambda *_: found.append("end"))
+    return found
+
+
+@pytest.fixture
+def workers(factory: Any, reloads: list[str]) -> Workers:
+    """Return two workers."""
     made = Workers(factory, [Packed(0), Packed(1)])
-    worker = importlib.import_module("hybridcomp.inference.vllm_worker")
     for model in made.models:
         model.loaded.clear()
-    reloads: list[str] = []
-    monkeypatch.setattr(worker, "initialize_layerwise_reload", lambda _: reloads.append("begin"))
-    monkeypatch.setattr(worker, "finalize_layerwise_reload", lambda *_: reloads.append("end"))
     made.reloads = reloads  # type: ignore[attr-defined]
     return made
 
@@ -305,6 +310,7 @@ def test_workers_hold_a_version_together_and_one_says_why(chain: Path, fails: st
         ({"vocab_size": 12}, "vocab_size: the engine has 12, the trained model 11"),
     ],
 )
+@pytest.mark.usefixtures("reloads")
 def test_another_configuration_is_refused_before_anything_is_touched(
     factory: Any, chain: Path, config: dict[str, Any], text: str | None
 ) -> None:
@@ -422,6 +428,7 @@ def test_an_engine_in_eight_bits_gets_its_own_quantization(
         engine.load(1)
 
 
+@pytest.mark.usefixtures("reloads")
 def test_a_weight_that_the_engine_has_and_nobody_publishes(factory: Any, chain: Path) -> None:
     model = Packed()
     model.more = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))

@@ -179,13 +179,13 @@ def missing(folder: Path, note: Mapping[str, Any]) -> list[str]:
     return [name for name in names if not (folder / name).is_file()]
 
 
-def wrote_none(folder: Path) -> bool:
-    """Return whether the save of ``folder`` had no residuals, verdicts or factors to write."""
+def wrote_none(folder: Path, kind: str) -> bool:
+    """Return whether the save of ``folder`` wrote no files of ``kind``, a key of ``HOLDS``."""
     try:
         note = read(folder)
     except ConfigError:
         return False
-    return note is not None and f"{RESIDUALS}_rank_*.pt" not in note["files"]
+    return note is not None and f"{kind}_rank_*.pt" not in note["files"]
 
 
 def dropped(folder: Path, block: CompressionConfig | None) -> list[str]:

@@ -183,7 +183,8 @@ def read(folder: Path, channels: Channels, step: int | None = None) -> StoredSta
     count = _stored_ranks(folder, own, step)
     found.choices = saved_state.of_rank_0(channels, own, _path(folder, 0))
     if count is None:
-        found.lost = saved_state.anew(channels, checkpoint_note.wrote_none(folder))
+        wrote_none = checkpoint_note.wrote_none(folder, checkpoint_note.RESIDUALS)
+        found.lost = saved_state.anew(channels, wrote_none)
     if not feedback or count is None:
         return found
     found.count = count
