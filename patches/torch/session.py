@@ -31,6 +31,7 @@ from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
 from hybridcomp.session.agreement import refuse_deepspeeds
 from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.sync.islands import is_island
 
 #: the engines' names in messages to the user
 ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
@@ -84,7 +85,8 @@ def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
     if block is None:
         process.say_native(f"models under {ENGINES[kind]}")
     else:
-        peer_liveness.announce(ranks)
+        # with islands, the ranks of all islands attach together
+        peer_liveness.announce(None if is_island(tuple(ranks)) else ranks)
 
 
 def session_of(
