@@ -178,7 +178,7 @@ def _await_all(this: StatementRound, what: str, patience: float) -> None:
         if silent > patience:
             if missing := this.missing_ranks():
                 raise AgreementError(
-                    f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; "
+                    f"{what}: rank(s) {listed(missing)} never stated theirs, in {silent:.0f} s; "
                     f"{ALIKE.format(start=start_command())}"
                 )
             this.collect()  # the last rank stated but ended before it collected the statements
@@ -194,7 +194,7 @@ def _complain(this: StatementRound, what: str, silent: float, patience: float) -
         return
     alike = ALIKE.format(start=start_command())
     complain(
-        f"waiting for rank(s) {_ranks(missing)} to state their {what}, for {silent:.0f} s now. A "
+        f"waiting for rank(s) {listed(missing)} to state their {what}, for {silent:.0f} s now. A "
         f"rank that was started without hybridcomp never will: {alike}. This job ends in "
         f"{patience - silent:.0f} s"
     )
@@ -242,7 +242,8 @@ def _timeout_s() -> float:
         return float(default_pg_timeout.total_seconds())
 
 
-def _ranks(ranks: list[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Return the numbers of the first 16 ranks, and how many more there are."""
     shown = ", ".join(map(str, ranks[:16]))
     return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"
 
@@ -256,7 +257,7 @@ def _difference(
     shown = "; ".join(f"{k}: {said[0].get(k)!r} against {first.get(k)!r}" for k in keys[:4])
     more = f"; {len(keys) - 4} more keys" if len(keys) > 4 else ""
     return (
-        f"{what}: rank(s) {_ranks([speakers[place] for place in differing])} differ from rank "
+        f"{what}: rank(s) {listed([speakers[place] for place in differing])} differ from rank "
         f"{speakers[0]} ({shown}{more}); give every rank the same block and the same package "
         "versions"
     )

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hybridcomp.errors import ConfigError, HybridcompError, PeerError
 from hybridcomp.job import processes
-from hybridcomp.job.agreement import ENDING, failure_key, start, tell, waiting
+from hybridcomp.job.agreement import ENDING, failure_key, listed, start, tell, waiting
 from hybridcomp.job.processes import Known, Peer
 from hybridcomp.job.statements import absent
 
@@ -129,8 +129,16 @@ def lost(error: BaseException, where: str = "") -> PeerError | None:
     if isinstance(error, HybridcompError) or not _is_about_messages(error):
         return None
     missing = _missing(patient=_SILENT.search(str(error)) is None)
-    causes = "; ".join(missing) if missing else "the processes of this host's ranks still run"
+    causes = "; ".join(missing or [_running()])
     return PeerError(f"{_me()}: {where or 'a message'} failed: {causes} ({_first_line(error)})")
+
+
+def _running() -> str:
+    """Return a sentence on ranks that run, and on those of which this rank knows nothing."""
+    known = {peer.rank for peer in Known.peers}
+    unknown = [rank for rank in range(_world()) if rank not in known]
+    lacks = f", but rank(s) {listed(unknown)} have not said where they run" if unknown else ""
+    return f"the processes of this host's ranks still run{lacks}"
 
 
 def _is_about_messages(error: BaseException) -> bool:
@@ -244,11 +252,14 @@ def _last_words(error: Exception) -> str:
 
 def _me() -> str:
     mine = _myself()
+    return f"rank {mine.rank} of {_world()} (process {mine.pid} on {mine.host})"
+
+
+def _world() -> int:
+    """Return the number of ranks of the job, of which ``Known`` may hold only a part."""
     if dist.is_initialized():
-        world = dist.get_world_size()  # Known may hold only part of the job
-    else:
-        world = len(Known.peers) or int(os.environ.get("WORLD_SIZE", "1"))
-    return f"rank {mine.rank} of {world} (process {mine.pid} on {mine.host})"
+        return dist.get_world_size()
+    return len(Known.peers) or int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _myself() -> Peer:

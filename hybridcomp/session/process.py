@@ -228,6 +228,11 @@ def own_session() -> EngineSession | None:
     return None if _holder.lender is not None else mine
 
 
+def serves_megatron() -> bool:
+    """Return whether Megatron's groups exist, whose layers send through this process's session."""
+    return bool(_layout())
+
+
 def has_begun() -> bool:
     """Return whether a process without an engine already has a session; begins none."""
     return _holder.session is not None and _holder.lender is None

@@ -104,7 +104,9 @@ def _start(model: Module, attached: Attached) -> None:
     """Start the block's features besides the engine's messages."""
     attached.on_detach(functools.partial(_forget, model))
     in_layers = (name for name, row in ROWS.items() if row.in_layers)
-    if any(attached.channels[name].active for name in in_layers):
+    # tables would begin a session of the process's block, into the same ledger file
+    is_own = process.configured() == attached.channels.config and not process.serves_megatron()
+    if is_own or any(attached.channels[name].active for name in in_layers):
         # layers of hybridcomp.nn have no reference to an engine
         process.share_session(model, attached.session)
     _follow_loads(model, attached)

@@ -2,8 +2,9 @@
 
 All uses of ``fully_shard`` and DDP, imported by any name, call one of two functions:
 ``FSDPState._lazy_init``, at every forward pass of a root, and the constructor of
-DistributedDataParallel. A model under DDP is attached at its next forward pass: until then a script
-may register a communication hook, which ``attach`` refuses with a clear message.
+DistributedDataParallel. A model under DDP is attached at its next forward pass with gradients: one
+rank may validate it alone before, and until then a script may register a communication hook, which
+``attach`` refuses with a clear message.
 
 So a model that was built, or trained, before ``hybridcomp.install`` is attached in its next forward
 pass like any other: FSDP2 calls ``_lazy_init`` again, and models under DDP are looked up among the
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import ParameterList
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from hybridcomp.config import BLOCK
@@ -90,7 +92,7 @@ ARMED = ArmedPatches(_apply, {})
 
 def _attach(model: Any) -> None:
     """Attach ``model`` in a forward pass, unless it was attached or Megatron has the channels."""
-    if ATTRIBUTE in vars(model) or model in detached or process.has_begun() or is_served(model):
+    if ATTRIBUTE in vars(model) or model in detached or _is_megatron() or is_served(model):
         return
     attached = attach(model)
     if attached is not None and attached.channels["dp"].error_feedback:
@@ -103,9 +105,18 @@ def _attach(model: Any) -> None:
         attached.entered(model.training)
 
 
+def _is_megatron() -> bool:
+    """Return whether Megatron has begun this process's session; tables and ring attention do so
+    as well if they send before a model is attached.
+    """
+    return process.has_begun() and process.serves_megatron()
+
+
 def _attach_in_next_pass(model: Any) -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def next_forward(model: Any, _: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # other ranks may not take part in this pass, as natively
         handle.remove()
         if ARMED.armed:
             _attach(model)
@@ -129,7 +140,8 @@ def make_ddp_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def _lazy_init(self: Any) -> None:
-        _attach(self)
+        if isinstance(self.module, ParameterList):  # only ``replicate`` passes one
+            _attach(self)
         original(self)
 
     return _lazy_init
@@ -153,7 +165,7 @@ def make_fsdp1_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         block = process.configured()
-        if block is not None and not process.has_begun():
+        if block is not None and not _is_megatron():
             todo = "FSDP1 has no slots for communication; use fully_shard (FSDP2)"
             if block.on_unsupported != "native":
                 raise ConfigError(BLOCK, Shown("FullyShardedDataParallel (FSDP1)"), todo)

@@ -32,6 +32,7 @@ from hybridcomp.session import process
 from hybridcomp.session.agreement import refuse_deepspeeds
 from hybridcomp.session.engine_session import EngineSession
 from hybridcomp.session.reporter import numbers
+from hybridcomp.sync.islands import is_island
 
 #: the engines' names in messages to the user
 ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
@@ -87,7 +88,8 @@ def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
         which = "this model" if numbers() else "models"  # others may have a block
         process.say_native(f"{which} under {ENGINES[kind]}")
     else:
-        peer_liveness.announce(ranks)
+        # with islands, the ranks of all islands attach together
+        peer_liveness.announce(None if is_island(tuple(ranks)) else ranks)
 
 
 def session_of(

@@ -106,6 +106,10 @@ def test_a_lost_message_names_the_rank_that_ended(
     error = peer_liveness.lost(GLOO, "dp at step 12")
     assert isinstance(error, PeerError)
     assert "dp at step 12 failed: the processes of this host's ranks still run (" in str(error)
+    with monkeypatch.context() as patched:
+        patched.setattr(peer_liveness, "_world", lambda: 4)  # ranks 2 and 3 have another model
+        text = str(peer_liveness.lost(GLOO, "dp at step 12"))
+    assert "ranks still run, but rank(s) 2, 3 have not said where they run (" in text
     child.kill()
     child.wait()
     text = str(peer_liveness.lost(GLOO, "dp at step 12"))

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.errors import AgreementError, CheckpointError, ConfigError, PeerError
+from hybridcomp.job import processes
 from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import island_masters
 from hybridcomp.sync.outliers import far_off as far_off_of
@@ -50,6 +51,8 @@ def averaged_in_turn(engine: str) -> None:
     """
     rule = {"every": 4, "fragments": 4, "outer": {"lr": 0.5, "momentum": 0.0, "nesterov": False}}
     job = Job(block(**rule, islands=2), engine).build()
+    # an error of a meeting names ranks of other islands
+    assert [peer.rank for peer in processes.Known.peers] == [0, 1, 2, 3]
     job.optimizer.param_groups[0]["lr"] = 0.0
     job.train(3)  # to the end of a turn
     assert len({part.low for part in job.meetings.parts}) == 4

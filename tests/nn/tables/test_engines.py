@@ -17,6 +17,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
 from hybridcomp.patches.rules import ds_check
+from hybridcomp.patches.torch.attach import channels_of_model
 from hybridcomp.session import process
 from tests.nn.tables.made import ranks, zipf
 from tests.ranks import RunRanks, run_ranks
@@ -87,6 +88,31 @@ def test_lossless_rows_change_nothing_and_are_reported(
     assert 0 < row["hits"] < 1 and row["asked"] > 50 and row["rows_in"] > 0
     assert set(record["dimensions"]["embed"]) == {"forward", "backward"}
     assert record["dimensions"]["embed"]["backward"]["ratio"] > 0.9
+
+
+def prefetched(engine: str) -> int:
+    """Fetch rows before the model's first pass; return how many messages of gradients were native.
+
+    Table and model send through the same channels, which report into one ledger.
+    """
+    process.configure(None)
+    hybridcomp.install({"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0})
+    model = Model()
+    whole: Any = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+    rows, ids = RowOptimizer([model.table], lr=0.1), zipf(ROWS, 40, ranks()[0])
+    model.table.prefetch(ids)
+    whole(ids).backward()
+    rows.step()
+    channels = channels_of_model(whole)
+    assert channels is not None and channels is process.current()
+    hybridcomp.uninstall()
+    process.configure(None)
+    return int(channels.ledger.interval["dp", "forward"].native)
+
+
+@pytest.mark.parametrize("engine", by_day(["ddp", "fsdp2"], ["ddp"]))
+def test_a_model_is_attached_after_its_table_has_sent(on_ranks: RunRanks, engine: str) -> None:
+    assert on_ranks(2, prefetched, engine) == [0, 0]
 
 
 def published(folder: str) -> list[bool]:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hybridcomp
 from hybridcomp.channels import Channels
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import attached as attached_module
 from hybridcomp.patches.torch import steps
 from hybridcomp.session import process
@@ -165,6 +166,28 @@ def test_install_comes_late_and_uninstall_detaches(module_ranks: RunRanks, name:
         native = found[0]
         assert native[0] is False and native[2] == 0
         assert found == [native, (True, {}, 1), native, (True, {}, 1), native]
+
+
+def validated() -> tuple[int, int]:
+    """Return the attached models after one rank's pass without gradients, and after a step."""
+    job = Job(engine="ddp")
+    process.configure(None)
+    hybridcomp.install(DP)
+    model = build(job)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(torch.zeros(1, 4, dtype=torch.long, device=default_device()))
+    before = len(steps.living())
+    train(job, model, optimizer_of(job, model), 0, 1)
+    after = len(steps.living())
+    hybridcomp.uninstall()
+    process.configure(None)
+    return before, after
+
+
+def test_one_rank_may_validate_before_the_first_step(module_ranks: RunRanks) -> None:
+    """Other ranks may wait for it in a barrier, and would not attach the model meanwhile."""
+    assert module_ranks(2, validated) == [(0, 1)] * 2
 
 
 def passed(model: Any) -> None:
