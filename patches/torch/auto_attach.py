@@ -2,8 +2,9 @@
 
 All uses of ``fully_shard`` and DDP, imported by any name, call one of two functions:
 ``FSDPState._lazy_init``, at every forward pass of a root, and the constructor of
-DistributedDataParallel. A model under DDP is attached at its next forward pass: until then a script
-may register a communication hook, which ``attach`` refuses with a clear message.
+DistributedDataParallel. A model under DDP is attached at its next forward pass with gradients.
+Until then a script may register a communication hook, which ``attach`` refuses with a clear
+message.
 
 So a model that was built, or trained, before ``hybridcomp.install`` is attached in its next forward
 pass like any other: FSDP2 calls ``_lazy_init`` again, and models under DDP are looked up among the
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import ParameterList
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from hybridcomp.config import BLOCK
@@ -106,6 +108,8 @@ def _attach(model: Any) -> None:
 def _attach_in_next_pass(model: Any) -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def next_forward(model: Any, _: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation sends nothing, and may run on one rank alone
         handle.remove()
         if ARMED.armed:
             _attach(model)
@@ -114,7 +118,7 @@ def _attach_in_next_pass(model: Any) -> None:
 
 
 def make_ddp_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Attach a model under DDP in its first forward pass."""
+    """Attach a model under DDP in its first forward pass with gradients."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -129,7 +133,8 @@ def make_ddp_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def _lazy_init(self: Any) -> None:
-        _attach(self)
+        if isinstance(self.module, ParameterList):  # only ``replicate`` makes such a model
+            _attach(self)
         original(self)
 
     return _lazy_init
