@@ -14,7 +14,7 @@ from hybridcomp.publishing import EngineWeights, Publisher
 from hybridcomp.publishing.quantized import quantized
 from hybridcomp.publishing.socket_stream import MOST_STILL_S
 from hybridcomp.publishing.streams import Stream
-from hybridcomp.publishing.weights import named
+from hybridcomp.publishing.weights import named, unless_refused
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession, session_of
 
@@ -30,14 +30,16 @@ def publish(
 ) -> Publisher:
     """Implement ``hybridcomp.publish``, whose docstring describes the ``options``.
 
-    If only this rank refuses a destination, all ranks raise its error.
+    If only this rank refuses weights or a destination, all ranks raise its error.
     """
     if not 0 < still_s <= MOST_STILL_S:
         todo = f"expected seconds, above 0 and at most {MOST_STILL_S:g}"
         raise ConfigError("publish.still_s", still_s, todo)
     engine = unwrapped(engine)
-    weights = named(adapted(weights_of(engine), lora), names)
-    weights = quantized(weights, as_, options["dtype"])
+    own = weights_of(engine)
+    weights = unless_refused(
+        lambda: quantized(named(adapted(own, lora), names), as_, options["dtype"]), own.ranks
+    )
     try:
         destination = destination_of(to, weights, _session_of(engine), still_s)
     except ConfigError as error:

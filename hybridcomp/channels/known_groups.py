@@ -27,7 +27,7 @@ class KnownGroups(dict[GroupKey, Group]):
     def __missing__(self, key: GroupKey) -> Group:
         """Make and keep the ``Group`` of a process group: rank, size, nodes, levels."""
         group, nodes = key
-        for gone in [old for old in self if old[1] is not nodes or not _exists(old[0])]:
+        for gone in [old for old in self if old[1] is not nodes or not exists(old[0])]:
             del self[gone]
         if nodes is None:
             found = Group.of(group)
@@ -40,7 +40,7 @@ class KnownGroups(dict[GroupKey, Group]):
         return found
 
 
-def _exists(group: ProcessGroup | None) -> bool:
+def exists(group: ProcessGroup | None) -> bool:
     """Return whether ``group`` exists; keeping a destroyed one would keep its threads alive."""
     try:
         dist.get_process_group_ranks(group)

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hybridcomp.errors import AgreementError, PeerError, installed
 from hybridcomp.job import gates, processes
-from hybridcomp.job.gates import Ranks
+from hybridcomp.job.gates import PerJob, Ranks
 from hybridcomp.job.launcher import start_command
 from hybridcomp.job.statements import StatementRound
 from hybridcomp.job.waits import NOTICE_S, Notices
@@ -38,10 +37,12 @@ ENDING = "ending"
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
 
-#: by ranks of a part of the job (None: all), number of rounds so far outside of operations
-_rounds: Counter[Ranks | None] = Counter()
-#: by ranks of a part of the job, its last round, whose keys the next round deletes
-_last: dict[Ranks | None, StatementRound] = {}
+#: by kind of numbers, and by ranks of a part of the job (None: all), the next number
+_next: PerJob[dict[tuple[str, Ranks | None], int]] = PerJob(dict)
+#: by ranks of a part of the job, the prefix of its last round, whose keys the next round deletes;
+#: the store itself would keep its port for as long as anybody holds the default group
+_last: PerJob[dict[Ranks | None, str]] = PerJob(dict)
+_has_compared = False
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -110,14 +111,18 @@ def _exchanged(
     seconds: float | None = None,
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Exchange statements; return the distinct ones, and each speaker's index into them."""
+    global _has_compared
     part = None if ranks is None else tuple(ranks)
     operation = next((o for o in gates.here.operations if o.takes_in(speakers)), None)
-    rounds, name = (_rounds, "") if operation is None else (operation.rounds, operation.name)
-    number = rounds[part]
-    rounds[part] += 1
-    _rounds[None] += 0  # creates the entry, so that ``has_compared`` returns True
+    if operation is None:
+        name, number = "", next_number("rounds", part)
+    else:
+        name, number = operation.name, operation.rounds[part]
+        operation.rounds[part] += 1
+    _has_compared = True
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    this = StatementRound(store, _prefix(name, part, number), me, speakers)
+    prefix = _prefix(name, part, number)
+    this = StatementRound(store, prefix, me, speakers)
     try:
         this.state(json.dumps(statement, sort_keys=True))
     # the store may be gone together with the rank that held it
@@ -126,16 +131,34 @@ def _exchanged(
         raise
     _await_all(this, what, PATIENCE * _timeout_s() if seconds is None else seconds)
     statements = this.read()
-    before, _last[part] = _last.get(part), this
+    last = _last.here
+    before, last[part] = last.get(part), prefix
     # all ranks have sent this statement, so all have read the previous round
-    if before is not None and before.store is store:
-        before.forget()
+    if before is not None:
+        StatementRound(store, before, me, speakers).forget()
     return statements
+
+
+def next_number(kind: str, part: Ranks | None) -> int:
+    """Return a number for names in the job's store: the ranks of ``part`` get the same ones.
+
+    They count from zero in each default group, as a member may be a new process; where the group's
+    store was that of an earlier group, from a number beyond the earlier ones.
+    """
+    known, key = _next.here, (kind, part)
+    if key not in known:
+        known[key], among = 0, "all" if part is None else ",".join(map(str, part))
+        store = dist.distributed_c10d._get_default_store()
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may be gone
+            groups = store.add(f"hybridcomp/{kind}/{start()}/{among}/of {dist.get_rank()}", 1)
+            known[key] = (groups - 1) << 32
+    known[key] += 1
+    return known[key] - 1
 
 
 def has_compared() -> bool:
     """Return whether this rank has completed an agreement check; every engine starts with one."""
-    return bool(_rounds)
+    return _has_compared
 
 
 def _prefix(operation: str, part: Ranks | None, number: int) -> str:

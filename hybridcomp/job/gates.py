@@ -11,10 +11,34 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 Ranks = tuple[int, ...]
+T = TypeVar("T")
+
+
+class PerJob(Generic[T]):
+    """A value of this rank for each default process group, which ends with the group.
+
+    For counts that must be equal on all ranks: a process that initializes torch.distributed again
+    may meet processes that are new, or that have counted otherwise.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
+
+    @property
+    def here(self) -> T:
+        """Return the value of the present default group, or of no group; at first ``make()``."""
+        world = dist.group.WORLD
+        key = self if world is None else world
+        if key not in self._values:
+            self._values[key] = self._make()
+        return self._values[key]
 
 
 class Operation(ABC):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -36,8 +35,6 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.job.gates import Operation, Ranks, here
 from hybridcomp.log import complain
 
-#: by ranks of a part of the job (None: all), number of operations so far
-_numbers: Counter[Ranks | None] = Counter()
 #: maximum characters of hybridcomp's error messages, which may name files, and of other errors'
 OWN_WORDS, OTHERS_WORDS = 4096, 200
 #: errors that occur on every rank alike
@@ -179,8 +176,7 @@ class _Stated(Operation):
     ) -> None:
         if not name:
             among = "all" if ranks is None else ",".join(map(str, ranks))
-            name = f"{among}/{_numbers[ranks]}/"
-            _numbers[ranks] += 1
+            name = f"{among}/{agreement.next_number('operations', ranks)}/"
         super().__init__(name)
         self.what, self.ranks, self.error = what, ranks, error
         self._key = agreement.failure_key(self.name)

@@ -97,7 +97,7 @@ class Publisher:
         self._weights, self._destination = weights, destination
         self._divided: DividedWeights = agree_on_weights(weights, dtype)
         if weights.quantizer is not None:
-            weights.quantizer.bind(self._divided.owned)
+            weights.quantizer.bind(self._divided)
         self._choice = PublishedCodec(codec, destination.feels_link)
         self._encoder = PartEncoder(self._divided, bucket)
         self._table_digest = table_digest(self._divided.table, self._divided.aliases)

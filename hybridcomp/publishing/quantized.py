@@ -27,6 +27,7 @@ from hybridcomp.publishing.weights import (
     E8M0,
     FP8,
     FP32,
+    DividedWeights,
     EngineWeights,
     Held,
     Owned,
@@ -193,24 +194,39 @@ def _e8m0(magnitudes: Tensor) -> Tensor:
 class Quantizer:
     """The quantized parameters of a job on this rank.
 
-    ``measure`` must be called on all ranks before values of a version are read.
+    ``measure`` must be called on all ranks before values of a version are read. In a pipeline, and
+    with experts, ``matrices`` differ between ranks.
     """
 
-    def __init__(self, matrices: Mapping[str, QuantizedMatrix], ranks: tuple[int, ...]) -> None:
-        self.matrices, self._ranks = dict(sorted(matrices.items())), ranks
+    def __init__(
+        self, matrices: Mapping[str, QuantizedMatrix], form: str, ranks: tuple[int, ...]
+    ) -> None:
+        self.matrices, self._form, self._ranks = matrices, form, ranks
         self._owned: Sequence[Owned] = ()
+        self._every: Mapping[str, QuantizedMatrix] = {}  # of all ranks, in the order of names
         self._group: dist.ProcessGroup | None = None
 
-    def bind(self, owned: Sequence[Owned]) -> None:
-        """Store the ranges that this rank publishes; called on all ranks together."""
-        self._owned = [one for one in owned if one.stretch.name in self.matrices]
+    def bind(self, divided: DividedWeights) -> None:
+        """Store the matrices of all ranks, and the ranges that this rank publishes.
+
+        Called on all ranks together. Raises ConfigError, on all of them, if there is no matrix.
+        """
+        self._owned = [one for one in divided.owned if one.stretch.name in self.matrices]
+        self._every = {
+            name: self.matrices.get(name)
+            or QuantizedMatrix((shape[0], shape[1]), FORMS[self._form], torch.bfloat16)
+            for name, (shape, kind) in divided.table.items() if kind == FP8
+        }  # fmt: skip
+        if not self._every:
+            todo = "no matrix of this model is one that engines quantize; leave it out"
+            raise ConfigError(KEY, self._form, todo)
         if len(self._ranks) < dist.get_world_size() and self._group is None:
             self._group = new_member_group(self._ranks)
 
     def measure(self) -> None:
         """Find the largest magnitude of each block, over all ranks; a collective."""
         _, problem = saved.attempt(self._measure_mine)
-        rows = list(self.matrices.values())
+        rows = list(self._every.values())
         device = next((row.most.device for row in rows if row.most is not None), default_device())
         flat = torch.cat([
             torch.zeros(math.prod(row.blocks), dtype=row.kind, device=device)
@@ -218,8 +234,9 @@ class Quantizer:
         ])  # fmt: skip
         small_messages.most(flat, self._group)
         parts = torch.split(flat, [math.prod(row.blocks) for row in rows])
-        for one, part in zip(rows, parts, strict=True):
-            one.most = part.view(one.blocks)
+        for (name, one), part in zip(self._every.items(), parts, strict=True):
+            if name in self.matrices:  # copied, to free those of other ranks
+                one.most = part.view(one.blocks).clone()
         if problem is not None:
             raise PublishError(problem)
 
@@ -266,7 +283,8 @@ def quantized(weights: EngineWeights, form: str | None, dtype: str | None) -> En
         form: one of FORMS; None: unquantized.
         dtype: dtype to which weights that are not 16-bit are rounded before quantizing.
 
-    Raises ConfigError on another form, and on weights that are cut across blocks.
+    Raises ConfigError on another form, and on weights that are cut across blocks; ``bind`` raises
+    it if no rank has such a matrix.
     """
     if form is None or weights.refused is not None:
         return weights
@@ -280,16 +298,13 @@ def quantized(weights: EngineWeights, form: str | None, dtype: str | None) -> En
         own = weights.dtypes[name]
         rounded = own if own in DTYPES.values() else DTYPES.get(str(dtype), torch.bfloat16)
         matrices[name] = QuantizedMatrix((shape[0], shape[1]), found, rounded)
-    if not matrices:
-        todo = "no matrix of this model is one that engines quantize; leave it out"
-        raise ConfigError(KEY, form, todo)
     for held in weights.held:
         one = held.stretch
         size = matrices[one.name].shape[1] if one.name in matrices else 0
         if size and one.runs > 1 and (one.stride != size or one.start % size + one.length > size):
             todo = f"{one.name} is cut into rows of {one.length} every {one.stride}: leave it out"
             raise ConfigError(KEY, form, todo)
-    quantizer = Quantizer(matrices, weights.ranks)
+    quantizer = Quantizer(matrices, form, weights.ranks)
     parts = [new for old in weights.held
              for new in (quantizer.of(old) if old.stretch.name in matrices else [old])]  # fmt: skip
     shapes, kinds = dict(weights.shapes), dict.fromkeys(matrices, FP8)

@@ -50,8 +50,8 @@ class Held:
 class Quantizes(Protocol):
     """Scales of 8-bit published weights; all ranks call both methods."""
 
-    def bind(self, owned: Sequence[Owned]) -> None:
-        """Store the ranges that this rank publishes."""
+    def bind(self, divided: DividedWeights) -> None:
+        """Store the ranges that this rank publishes, and the table of all ranks."""
 
     def measure(self) -> None:
         """Find the largest magnitudes before the values of a version are read."""

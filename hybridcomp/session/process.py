@@ -155,10 +155,12 @@ def use(channels: Channels | None) -> None:
 
 
 def share_session(engine: Any, session: EngineSession) -> None:
-    """Let the layers of this process send through ``engine``'s session while it lives.
+    """Let the layers of this process send through ``engine``'s session.
 
-    Layers do not know their engine, so all of them use the first living engine's session. Raises
-    ConfigError if a second engine's block sets other codecs for the layers' dimensions.
+    Layers do not know their engine, so all of them use the first living engine's session. A deleted
+    engine lends until the next one is attached: ranks collect garbage at different times, and all
+    must send alike. Raises ConfigError if a second engine's block sets other codecs for the layers'
+    dimensions.
     """
     channels = session.channels
     if shared_channels() is not None:
@@ -215,8 +217,6 @@ def session() -> EngineSession | None:
     The first call after torch.distributed is up begins the session: a collective through the
     rendezvous store, which every rank reaches without waiting for an upstream message.
     """
-    if _holder.lender is not None and _holder.lender() is None:
-        configure(_holder.config)  # the engine was deleted
     if not _holder.settled and dist.is_initialized():
         _settle()
     return _holder.session

@@ -24,7 +24,7 @@ from hybridcomp.publishing.groups import GroupDestination
 from hybridcomp.publishing.quantized import quantized
 from hybridcomp.publishing.socket_stream import STILL_S, TwoWay, is_plain_socket
 from hybridcomp.publishing.streams import Stream
-from hybridcomp.publishing.weights import named
+from hybridcomp.publishing.weights import named, unless_refused
 from hybridcomp.session.engine_session import EngineSession
 from hybridcomp.sync import JobMeetings
 from hybridcomp.sync.claimed_folders import first_in
@@ -53,8 +53,11 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
 
     def make() -> Publisher | None:
         try:
-            found = named(adapted(weights(), settings.lora), settings.names)
-            found = quantized(found, settings.as_, settings.dtype)
+            own, form, dtype = weights(), settings.as_, settings.dtype
+            found = unless_refused(
+                lambda: quantized(named(adapted(own, settings.lora), settings.names), form, dtype),
+                own.ranks,
+            )
             to = destination_of(settings.to, found, session)
             given = settings.model_dump(exclude={"to", "names", "as_", "lora", "wait"})
             return Publisher(found, to, **given)

@@ -125,7 +125,7 @@ def _attach_in_next_pass(model: Any) -> None:
 
 
 def make_ddp_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Attach a model under DDP in its first forward pass."""
+    """Attach a model under DDP in its first forward pass with gradients."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,9 @@ import itertools
 import os
 import signal
 import time
+import weakref
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from hybridcomp.errors import AgreementError, PeerError
 from hybridcomp.job import agreement, peer_liveness, processes, waits
 from hybridcomp.job.agreement import agree
 from hybridcomp.job.statements import StatementRound
+from hybridcomp.job.together import together
 from tests.ranks import LIMIT_S, RankPool, run_ranks
 
 
@@ -40,7 +43,7 @@ def restarted() -> list[dict[str, Any]]:
     """Return the ranks' messages after a restart by torchrun, with the first start's store."""
     agree({"compression.dp": "of the start before"})
     dist.barrier()
-    agreement._rounds.clear()
+    agreement._next.here.clear()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if dist.get_rank() == 1:
         time.sleep(0.5)  # rank 0 must not read rank 1's statement from before the restart
@@ -50,6 +53,32 @@ def restarted() -> list[dict[str, Any]]:
 
 def test_what_was_said_before_a_restart_does_not_count() -> None:
     assert run_ranks(2, restarted) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def with_a_newcomer(folder: Path) -> list[dict[str, Any]]:
+    """Meet on ranks 0 and 1, then with rank 2 in another process group; return what all say."""
+    me, made, held = dist.get_rank(), list[Any](), list[Any]()
+    c10d: Any = dist
+    for ranks in ((0, 1), (0, 1, 2)):
+        dist.destroy_process_group()
+        assert not any(store() for store in made), "it would hold its port"
+        if me not in ranks:
+            dist.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
+            continue
+        store = c10d.FileStore(str(folder / str(len(ranks))), -1)
+        made.append(weakref.ref(store))
+        dist.init_process_group("gloo", store=store, rank=me, world_size=len(ranks))
+        held.append(dist.group.WORLD)  # as models do until their cycles are collected
+        del store
+        with together("an operation"):
+            agree({"x": 1})
+        said = agreement.tell({"rank": me}, what="rank", seconds=LIMIT_S)
+    return said
+
+
+def test_a_process_that_is_new_counts_as_the_others(tmp_path: Path) -> None:
+    found = run_ranks(3, with_a_newcomer, tmp_path, timeout=60)
+    assert found == [[{"rank": rank} for rank in range(3)]] * 3
 
 
 def test_equal_ranks_pass() -> None:

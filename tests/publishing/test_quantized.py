@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybridcomp
+from hybridcomp.patches import published as engines
 from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
 from hybridcomp.publishing.destinations import Folder
 from hybridcomp.publishing.quantized import FORMS, packed, quantized, unpacked
@@ -76,9 +78,12 @@ def values_of(version: int) -> dict[str, Tensor]:
 
 
 def held(values: dict[str, Tensor], how: str) -> EngineWeights:
-    """Return this rank's shard: flat ranges, columns, or all as replicas."""
+    """Return this rank's shard: flat ranges, columns, all as replicas, or a pipeline stage."""
     rank, count = dist.get_rank(), dist.get_world_size()
     found = []
+    if how == "stages":  # the last one has no matrix that is quantized
+        each = len(values) // count
+        values = dict(list(values.items())[each * rank : each * (rank + 1)])
     for name, value in values.items():
         if how == "columns" and value.ndim == 2:
             low, high = (value.shape[1] * (rank + n) // count for n in (0, 1))
@@ -120,8 +125,8 @@ def published(folder: Path, form: str, how: str) -> list[int]:
 @pytest.mark.parametrize(
     ("form", "how"),
     by_day(
-        [(form, how) for form in FORMS for how in ("ranges", "columns", "replicas")],
-        [("fp8", "columns"), ("fp8", "replicas"), ("mxfp8", "ranges")],
+        [(form, how) for form in FORMS for how in ("ranges", "columns", "replicas", "stages")],
+        [("fp8", "columns"), ("fp8", "replicas"), ("mxfp8", "ranges"), ("fp8", "stages")],
     ),
 )
 def test_values_and_scales_are_those_of_the_engine(
@@ -171,17 +176,28 @@ def test_patterns_are_in_the_order_of_values() -> None:
     assert torch.equal(unpacked(packed(scales, "fp32"), "fp32"), scales)
 
 
-def refused() -> list[str]:
-    """Return errors for weights without a matrix, and for an unknown format."""
+def refused(folder: Path) -> list[str]:
+    """Return errors for weights without a matrix, an unknown format, and one rank's blocks."""
     some = {"model.norm.weight": torch.zeros(4, dtype=torch.bfloat16)}
-    weights = held(some, "replicas")
-    return [error_of(partial(quantized, weights, form, None)) for form in ("fp8", "int3")]
+    weights = quantized(held(some, "replicas"), "fp8", None)
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16))
+    model = torch.nn.parallel.DistributedDataParallel(layer)
+    torn = replace(engines.weights_of(model), held=[])
+    if dist.get_rank():
+        torn = replace(torn, held=[Held(WeightRange("0.weight", 60, 8, 2, 64), torch.Tensor)])
+    with mock.patch.object(engines, "weights_of", lambda engine: torn):
+        return [
+            error_of(partial(Publisher, weights, Folder(folder))),
+            error_of(partial(hybridcomp.publish, model, folder, as_="int3")),
+            error_of(partial(hybridcomp.publish, model, folder, as_="fp8")),
+        ]
 
 
-def test_what_is_refused(on_ranks: RunRanks) -> None:
-    for none, unknown in on_ranks(2, refused):
+def test_what_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
+    for none, unknown, cut in on_ranks(2, refused, tmp_path):
         assert "no matrix of this model is one that engines quantize" in none
         assert "expected one of fp8, mxfp8" in unknown
+        assert "0.weight is cut into rows of 8 every 64" in cut
 
 
 def cannot_measure(folder: Path) -> str:

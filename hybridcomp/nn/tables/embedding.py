@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.gates import PerJob, Ranks
 from hybridcomp.log import say_once
 from hybridcomp.nn.tables import figures, owners, saved
 from hybridcomp.nn.tables.host_rows import HostRows
@@ -33,7 +34,7 @@ MOST_IN_STATE = 4 << 30
 #: all tables of this process
 TABLES: weakref.WeakSet[CachedEmbedding] = weakref.WeakSet()
 #: number of tables so far, by the global ranks that share them: these ranks make them in one order
-_made: Counter[tuple[int, ...]] = Counter()
+_made: PerJob[Counter[Ranks]] = PerJob(Counter)
 
 
 class CachedEmbedding(nn.Module):
@@ -88,8 +89,8 @@ class CachedEmbedding(nn.Module):
         """
         super().__init__()
         members = ranks_of(group) if dist.is_initialized() else ()
-        number = _made[members]
-        _made[members] += 1
+        number = _made.here[members]
+        _made.here[members] += 1
         self.name = f"{NAME} {number}"
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
         self.include_last_offset, self.hashed = include_last_offset, hashed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import astuple
 
 import torch
 
-from hybridcomp.nn.tables.slots import RowTable
+from hybridcomp.channels.known_groups import exists
+from hybridcomp.job.gates import Ranks
+from hybridcomp.nn.tables.owners import Owners
+from hybridcomp.nn.tables.slots import CacheFigures, RowTable
 from hybridcomp.session import process
 from hybridcomp.session.followers import FollowerBase
 
@@ -19,18 +21,25 @@ class TableFigures(FollowerBase):
     name = "embed"
 
     def __init__(self) -> None:
-        self._told: weakref.WeakKeyDictionary[RowTable, torch.Tensor]
-        self._told = weakref.WeakKeyDictionary()
-        self.tables: weakref.WeakSet[RowTable] = weakref.WeakSet()
+        #: by the ranks that share tables: one table's owners, and all tables' counters. They
+        #: outlive the tables, since a rank may free a deleted one later than the others
+        self._tables: dict[Ranks, tuple[Owners, dict[int, CacheFigures]]] = {}
+        self._told: dict[Ranks, torch.Tensor] = {}
+
+    def add(self, table: RowTable) -> None:
+        """Report ``table``, too; harmless when called twice."""
+        _, counters = self._tables.setdefault(table.owners.members, (table.owners, {}))
+        counters[id(table.slots.figures)] = table.slots.figures
 
     def row(self) -> Mapping[str, float] | None:
-        """Return the figures since the last call; a collective over the ranks of each table."""
+        """Return the figures since the last call; a collective over each group that has tables."""
         counts = torch.zeros(4, dtype=torch.int64, device="cpu")
-        for table in sorted(self.tables, key=lambda t: (t.owners.number, t.owners.members)):
-            now = torch.tensor(astuple(table.slots.figures), device="cpu")
-            interval = now - self._told.get(table, 0)
-            self._told[table] = now
-            counts += table.owners.total(interval)
+        for ranks, (owners, counters) in sorted(self._tables.items(), key=lambda one: one[0]):
+            if owners.ranks > 1 and not exists(owners.group):
+                continue
+            now = torch.tensor([astuple(one) for one in counters.values()], device="cpu").sum(0)
+            counts += owners.total(now - self._told.get(ranks, 0))
+            self._told[ranks] = now
         asked, hits, rows_in, rows_out = counts.tolist()
         if not asked:
             return None
@@ -46,4 +55,4 @@ def follow(table: RowTable) -> None:
     if figures is None:
         figures = TableFigures()
         session.follow(figures)
-    figures.tables.add(table)
+    figures.add(table)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hybridcomp.nn import CachedEmbedding, RowOptimizer
 from hybridcomp.patches.rules import ds_check
 from hybridcomp.patches.torch.attach import channels_of_model
 from hybridcomp.session import process
-from tests.nn.tables.made import ranks, zipf
+from tests.nn.tables.made import LOSSLESS, block, ranks, zipf
 from tests.ranks import RunRanks, run_ranks
 from tests.selection import by_day
 
@@ -220,3 +222,25 @@ def test_compiled_models(capsys: pytest.CaptureFixture[str]) -> None:
     out = torch.compile(model, backend=backend)(ids)
     assert torch.allclose(out, model(ids)) and graphs
     assert "torch.compile ends a graph at the lookup" in capsys.readouterr().out
+
+
+def reported_beside_a_deleted_table() -> Mapping[str, float] | None:
+    """Report two tables, of which one is deleted; only rank 1 has collected it."""
+    gc.disable()
+    with block(LOSSLESS), torch.no_grad():
+        for _ in range(2):
+            table = CachedEmbedding(ROWS, WIDTH, resident=80)
+            vars(table)["itself"] = table  # a cycle, as engines have
+            table(torch.arange(4))
+            if ranks()[0]:
+                del table
+                gc.collect()
+        session = process.session()
+        assert session is not None
+        (row,) = [one.row() for one in session.followers if one.name == "embed"]
+        return row
+
+
+def test_reports_do_not_depend_on_when_a_rank_frees_tables() -> None:
+    first, second = run_ranks(2, reported_beside_a_deleted_table, timeout=60)
+    assert first == second is not None and first["asked"] == 8
