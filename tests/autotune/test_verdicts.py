@@ -291,13 +291,21 @@ def left_out() -> tuple[Any, ...]:
     with clock(*FAST):
         said = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 5000)
     codec = channels["dp"].codec(1000, torch.bfloat16, None)
-    return said, codec, channels.seen.waiting, list(channels.verdicts.by_dimension)
+    with clock(*FAST):
+        engine = make_engine(Job(0, block={"preset": "recommended", "min_bytes": 0}))
+    of_engine = channels_of(engine)
+    assert of_engine is not None
+    engine.destroy()
+    return said, codec, [(c.seen.waiting, list(c.verdicts.by_dimension), c.absent)
+                         for c in (channels, of_engine)]  # fmt: skip
 
 
 def test_the_preset_measures_what_the_job_has(module_ranks: RunRanks) -> None:
-    for said, codec, waiting, judged in module_ranks(2, left_out):
-        assert codec is None and waiting == () and judged == ["dp"]
+    for said, codec, both in module_ranks(2, left_out):
+        assert codec is None
         assert len(said) == 1 and "native for this run" in said[0]
+        for waiting, judged, absent in both:
+            assert waiting == () and judged == ["dp"] and absent >= {"zero", "tp", "pp"}
 
 
 def preset_unmeasured() -> tuple[Any, ...]:

@@ -69,7 +69,12 @@ def test_an_unfinished_checkpoint_is_skipped_and_named(saved: Path, tmp_path: Pa
     job, skipped = of_deepspeed.find(place)
     assert job is not None and job.step == 4
     assert skipped[1] == f"{place}/global_step6 is not whole: {OPTIMIZER} is cut off"
-    (place / "global_step4" / "hybridcomp_checkpoint.json").unlink()
+    note = place / "global_step4" / "hybridcomp_checkpoint.json"
+    lists = {**json.loads(note.read_text()), "files": {"residuals_rank_*.pt": "residuals"}}
+    note.write_text(json.dumps(lists))
+    with pytest.raises(CheckpointError, match=r"not whole: residuals_rank_00000\.pt is missing"):
+        of_deepspeed.find(place)
+    note.unlink()
     (place / "global_step4" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CheckpointError, match=r"no whole checkpoint: .*global_step6 is not whole"):
         of_deepspeed.find(place)

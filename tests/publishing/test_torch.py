@@ -173,7 +173,8 @@ def other_parameters(folder: Path) -> list[bool]:
     found = []
 
     def check(number: int, change: Callable[[Any], object], text: str) -> None:
-        net: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(torch.bfloat16)
+        net: Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).to(torch.bfloat16)
+        net[2].bias = net[0].bias
         model = DistributedDataParallel(net)
         publisher = hybridcomp.publish(model, folder / str(number))
         publisher.publish()
@@ -193,8 +194,10 @@ def other_parameters(folder: Path) -> list[bool]:
     check(1, swapped, "1.weight: it is another Parameter than when this publisher was made")
     check(2, assigned, "0.bias: it is another Parameter")
     check(3, reshaped, "0.weight: expected (6, 6) of bfloat16, found (12, 3) of bfloat16")
-    check(4, lambda net: net.append(nn.Linear(2, 2)), "2.bias: it is new")
+    check(4, lambda net: net.append(nn.Linear(2, 2)), "3.bias: it is new")
     check(5, lambda net: setattr(net[1], "bias", net[0].bias), "1.bias: it is gone, or tied")
+    tied = "2.bias: it is tied to another parameter than it was"
+    check(6, lambda net: setattr(net[2], "bias", net[1].bias), tied)
     return found
 
 
@@ -218,5 +221,5 @@ def other_shards(folder: Path) -> list[bool]:
 
 
 def test_other_parameters_are_refused_by_name(on_ranks: RunRanks, tmp_path: Path) -> None:
-    assert on_ranks(2, other_parameters, tmp_path) == [[True] * 6] * 2
+    assert on_ranks(2, other_parameters, tmp_path) == [[True] * 7] * 2
     assert on_ranks(2, other_shards, tmp_path) == [[True] * 3] * 2

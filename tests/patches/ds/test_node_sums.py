@@ -184,9 +184,12 @@ def freed(stage: int, how: str, folder: str) -> tuple[int, int, list[str]]:
         engine.optimizer.zero_grad()
     elif how == "save":
         engine.save_checkpoint(folder, tag="y")
-    if how != "save":
+    elif how == "destroy":
         engine.destroy()
-    return before, channels.node_sums.nbytes, sorted(channels.node_sums.left)
+    outcome = before, channels.node_sums.nbytes, sorted(channels.node_sums.left)
+    if how != "destroy":
+        engine.destroy()
+    return outcome
 
 
 WAYS = [(2, "load"), (3, "zero_grad"), (2, "destroy"), (2, "save")]
