@@ -158,27 +158,6 @@ def uninstalled(job: Job) -> list[Any]:
     return found
 
 
-def evaluated_by_one() -> int:
-    """Evaluate on rank 0 alone while rank 1 waits, then train; return the steps counted."""
-    job = Job(engine="ddp", block=DP)
-    process.configure(None)
-    hybridcomp.install(job.block)
-    model = build(job)
-    if not dist.get_rank():
-        with torch.no_grad():
-            model(torch.zeros(1, 2, dtype=torch.int64))
-    dist.barrier()
-    train(job, model, optimizer_of(job, model), 0, 2)
-    (attached,) = steps.living()
-    hybridcomp.uninstall()
-    process.configure(None)
-    return attached.step
-
-
-def test_one_rank_may_evaluate_before_the_first_step(module_ranks: RunRanks) -> None:
-    assert module_ranks(2, evaluated_by_one) == [2, 2]
-
-
 @pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "FSDP2"]))
 def test_install_comes_late_and_uninstall_detaches(module_ranks: RunRanks, name: str) -> None:
     """A model that ran before is attached at its next pass, also if it was seen without a block."""
