@@ -219,7 +219,7 @@ def test_groups_made_before_nodes_were_found_are_forgotten() -> None:
     state: Any = SimpleNamespace(nodes=None, policy=SimpleNamespace(low_rank={"dp"}))
     first: Any = object()
     with (
-        patch.object(known_groups, "_exists", lambda group: group is first),
+        patch.object(known_groups, "exists", lambda group: group is first),
         patch.object(Group, "of", lambda group: object()),
     ):
         known: Any = known_groups.KnownGroups("dp", state)
