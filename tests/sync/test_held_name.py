@@ -40,7 +40,10 @@ def make(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield held_on
     for one in made:
         one.release()
-    assert not [one for one in threading.enumerate() if one.name == "hybridcomp island lives"]
+    beating = [one for one in threading.enumerate() if one.name == "hybridcomp island lives"]
+    for thread in beating:
+        thread.join(60.0)  # it may wait for a key that its holder has dropped meanwhile
+    assert not any(thread.is_alive() for thread in beating)
     line = StoreLine("127.0.0.1", port)
     assert not line.has("holders/a") and not line.has(f"beats/{made[0]._own['id']}")
 
