@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from hybridcomp.config.error_messages import NOTHING
 from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import drain_gloo, environment
+from hybridcomp.job.agreement import tell
 from hybridcomp.log import say_once
 from hybridcomp.session.engine_session import EngineSession
 
@@ -154,19 +155,22 @@ def use(channels: Channels | None) -> None:
     say_once.forget()
 
 
-def share_session(engine: Any, session: EngineSession) -> None:
-    """Let the layers of this process send through ``engine``'s session.
+def share_session(engine: Any, session: EngineSession, ranks: Sequence[int] | None = None) -> None:
+    """Let the layers of this process send through ``engine``'s session; a collective.
 
-    Layers do not know their engine, so all of them use the first living engine's session. A deleted
-    engine lends until the next one is attached: ranks collect garbage at different times, and all
-    must send alike. Raises ConfigError if a second engine's block sets other codecs for the layers'
-    dimensions.
+    Layers do not know their engine, so all of them use the session of the first engine that lives
+    on all ranks. A deleted engine lends until the next one is attached: ranks collect garbage at
+    different times, and all must send alike. Raises ConfigError if a second engine's block sets
+    other codecs for the layers' dimensions. ``ranks``: global ranks of ``engine``; None: all.
     """
     channels = session.channels
     if shared_channels() is not None:
         # engines hang in reference cycles: collect deleted ones so that they do not count
         gc.collect()
     first = shared_channels()
+    if dist.is_initialized():
+        said = tell({"lends": first is not None}, what="engine before this one", ranks=ranks)
+        first = first if all(rank["lends"] for rank in said) else None
     if first is None:
         if _holder.session is not None:
             _holder.session.close()  # the engine reports from now on, possibly into the same file

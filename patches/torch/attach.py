@@ -103,7 +103,7 @@ def _start(model: Module, attached: Attached) -> None:
     in_layers = (name for name, row in ROWS.items() if row.in_layers)
     if any(attached.channels[name].active for name in in_layers):
         # layers of hybridcomp.nn have no reference to an engine
-        process.share_session(model, attached.session)
+        process.share_session(model, attached.session, attached.ranks)
     _follow_loads(model, attached)
     _say_native_axes(model)
     _meet(model, attached)

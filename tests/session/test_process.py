@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
+from tests.ranks import RunRanks
 from tests.scripts_on_ranks import run_python
 
 
@@ -144,3 +146,20 @@ def test_groups_and_session_are_dropped_before_the_interpreter_ends() -> None:
     )
     done = run_python("-c", code, anew=True, GLOO_SOCKET_IFNAME="lo")  # not yet imported
     assert (done.returncode, done.stdout) == (0, "True\nFalse\ngone\n"), done.stderr
+
+
+def lent_by() -> bool:
+    """Attach a second engine, while only rank 0 still holds the first; return who lends."""
+    first, second = Engine(), Engine()
+    process.share_session(first, session({"tp": "bf16"}))
+    if dist.get_rank():
+        del first
+    later = session({"tp": "bf16"})
+    process.share_session(second, later)
+    lends = process.current() is later.channels
+    process.configure(None)
+    return lends
+
+
+def test_an_engine_that_one_rank_still_holds_lends_no_more(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, lent_by) == [True, True]
