@@ -155,22 +155,14 @@ def use(channels: Channels | None) -> None:
     say_once.forget()
 
 
-def share_session(engine: Any, session: EngineSession, ranks: Sequence[int] | None = None) -> None:
-    """Let the layers of this process send through ``engine``'s session; a collective.
+def share_session(engine: Any, session: EngineSession) -> None:
+    """Let the layers of this process send through ``engine``'s session; see ``forget_deleted``.
 
-    Layers do not know their engine, so all of them use the session of the first engine that lives
-    on all ranks. A deleted engine lends until the next one is attached: ranks collect garbage at
-    different times, and all must send alike. Raises ConfigError if a second engine's block sets
-    other codecs for the layers' dimensions. ``ranks``: global ranks of ``engine``; None: all.
+    Layers do not know their engine, so all of them use the first living engine's session. Raises
+    ConfigError if a second engine's block sets other codecs for the layers' dimensions.
     """
     channels = session.channels
-    if shared_channels() is not None:
-        # engines hang in reference cycles: collect deleted ones so that they do not count
-        gc.collect()
     first = shared_channels()
-    if dist.is_initialized():
-        said = tell({"lends": first is not None}, what="engine before this one", ranks=ranks)
-        first = first if all(rank["lends"] for rank in said) else None
     if first is None:
         if _holder.session is not None:
             _holder.session.close()  # the engine reports from now on, possibly into the same file
@@ -191,6 +183,23 @@ def share_session(engine: Any, session: EngineSession, ranks: Sequence[int] | No
                     f"another engine of this process set {theirs or 'none'}, and layers cannot "
                     "tell whose they are; write the same in both blocks",
                 )
+
+
+def forget_deleted(ranks: Sequence[int] | None = None) -> None:
+    """Lend no session of an engine that was deleted on any rank; a collective.
+
+    Every engine calls it when it is attached. Until then layers send through the session of a
+    deleted engine: ranks collect garbage at different times, and all must send alike. ``ranks``:
+    global ranks of the new engine; None: all.
+    """
+    if shared_channels() is not None:
+        gc.collect()  # engines hang in reference cycles
+    lives = shared_channels() is not None
+    if dist.is_initialized():
+        said = tell({"lives": lives}, what="compression block", ranks=ranks)
+        lives = all(rank["lives"] for rank in said)
+    if not lives and _holder.lender is not None:
+        configure(_holder.config)
 
 
 def mark_no_block() -> None:

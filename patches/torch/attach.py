@@ -74,6 +74,7 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
     with together("hybridcomp.attach", undo.close, ranks=ranks):
         undo.callback(detached.discard, model)
         attached = _attach(model, source, undo)
+        process.forget_deleted(ranks)
         if attached is not None:
             attached.ranks = ranks
             _start(model, attached)
@@ -103,7 +104,7 @@ def _start(model: Module, attached: Attached) -> None:
     in_layers = (name for name, row in ROWS.items() if row.in_layers)
     if any(attached.channels[name].active for name in in_layers):
         # layers of hybridcomp.nn have no reference to an engine
-        process.share_session(model, attached.session, attached.ranks)
+        process.share_session(model, attached.session)
     _follow_loads(model, attached)
     _say_native_axes(model)
     _meet(model, attached)
