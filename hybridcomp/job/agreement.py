@@ -87,6 +87,7 @@ def tell(
     ``ranks``: as for ``agree``; statements are returned in the order of ``ranks``. Raises PeerError
     once a rank has ended without a statement, and AgreementError if a rank sends no statement for
     ``seconds`` (None: PATIENCE of the group's time-out). A later rank still gets the statements.
+    With ``seconds``, ranks may also leave the round out: only rounds of the same ``what`` count it.
 
     Once all ranks have sent statements, all of them have read the previous round, so its keys are
     deleted: the store holds only one round for each part of the job. The number of store requests
@@ -115,7 +116,8 @@ def _exchanged(
     part = None if ranks is None else tuple(ranks)
     operation = next((o for o in gates.here.operations if o.takes_in(speakers)), None)
     if operation is None:
-        name, number = "", next_number("rounds", part)
+        name = "" if seconds is None else f"{what}/"
+        number = next_number(f"rounds/{name}", part)
     else:
         name, number = operation.name, operation.rounds[part]
         operation.rounds[part] += 1

@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from hybridcomp.config.error_messages import NOTHING, near_key
 from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import drain_gloo, environment
+from hybridcomp.job.agreement import tell
 from hybridcomp.log import say_once
 from hybridcomp.session.engine_session import EngineSession
 
@@ -155,17 +156,12 @@ def use(channels: Channels | None) -> None:
 
 
 def share_session(engine: Any, session: EngineSession) -> None:
-    """Let the layers of this process send through ``engine``'s session.
+    """Let the layers of this process send through ``engine``'s session; see ``forget_deleted``.
 
-    Layers do not know their engine, so all of them use the first living engine's session. A deleted
-    engine lends until the next one is attached: ranks collect garbage at different times, and all
-    must send alike. Raises ConfigError if a second engine's block sets other codecs for the layers'
-    dimensions.
+    Layers do not know their engine, so all of them use the first living engine's session. Raises
+    ConfigError if a second engine's block sets other codecs for the layers' dimensions.
     """
     channels = session.channels
-    if shared_channels() is not None:
-        # engines hang in reference cycles: collect deleted ones so that they do not count
-        gc.collect()
     first = shared_channels()
     if first is None:
         if _holder.session is not None:
@@ -187,6 +183,23 @@ def share_session(engine: Any, session: EngineSession) -> None:
                     f"another engine of this process set {theirs or 'none'}, and layers cannot "
                     "tell whose they are; write the same in both blocks",
                 )
+
+
+def forget_deleted(ranks: Sequence[int] | None = None) -> None:
+    """Lend no session of an engine that was deleted on any rank; a collective.
+
+    Every engine calls it when it is attached. Until then layers send through the session of a
+    deleted engine: ranks collect garbage at different times, and all must send alike. ``ranks``:
+    global ranks of the new engine; None: all.
+    """
+    if shared_channels() is not None:
+        gc.collect()  # engines hang in reference cycles
+    lives = shared_channels() is not None
+    if dist.is_initialized():
+        said = tell({"lives": lives}, what="compression block", ranks=ranks)
+        lives = all(rank["lives"] for rank in said)
+    if not lives and _holder.lender is not None:
+        configure(_holder.config)
 
 
 def mark_no_block() -> None:

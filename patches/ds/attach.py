@@ -104,6 +104,7 @@ def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
         else:
             process.say_unused(block)
         agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
+        process.forget_deleted()
         if block is not None:
             notes, absent = _plan(block, ds_json, bound.arguments)
             secondary.give_size(bound.arguments["config_class"], block)

@@ -82,6 +82,7 @@ def make_initialize_model_parallel(original: Any, *args: Any, **kwargs: Any) -> 
     """Start the session once the process groups exist and before they carry a message."""
     original(*args, **kwargs)
     with together("the start of megatron-core", process.put_back()):
+        process.forget_deleted()
         _start()
 
 

@@ -10,6 +10,7 @@ the job.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -178,6 +179,7 @@ def follow(session: EngineSession, wrapper: Any) -> None:
     job = _jobs.setdefault(session, _Job())
     # a further chunk, or a model that was built again
     if job.wrapper is not None and spread == island:
+        gc.collect()  # a deleted model may remain in a reference cycle, on some ranks
         if job.wrapper() is None:
             job.wrapper = weakref.ref(wrapper)
         return

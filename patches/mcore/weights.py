@@ -10,6 +10,7 @@ before they are read, as Megatron does before it saves.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -137,6 +138,7 @@ def note(session: EngineSession, wrapper: Any) -> None:
 
 
 def _of_living(known: Sequence[weakref.ref[Any]]) -> EngineWeights:
+    gc.collect()  # a deleted chunk may remain in a reference cycle, on some ranks
     return weights_of([found for one in known if (found := one()) is not None])
 
 

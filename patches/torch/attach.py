@@ -77,6 +77,7 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
     with together("hybridcomp.attach", undo.close, ranks=ranks):
         undo.callback(detached.discard, model)
         attached = _attach(model, source, undo)
+        process.forget_deleted(ranks)
         if attached is not None:
             attached.ranks = ranks
             _start(model, attached)

@@ -81,6 +81,18 @@ def test_a_process_that_is_new_counts_as_the_others(tmp_path: Path) -> None:
     assert found == [[{"rank": rank} for rank in range(3)]] * 3
 
 
+def left_out() -> list[dict[str, Any]]:
+    """Call on rank 0 alone what ranks may leave out; return what all say in the next round."""
+    if not dist.get_rank():
+        with pytest.raises(AgreementError, match="detach: rank"):
+            agreement.tell({}, what="detach", seconds=0.0)
+    return agreement.tell({"rank": dist.get_rank()}, what="rank")
+
+
+def test_a_round_that_a_rank_leaves_out_shifts_no_other() -> None:
+    assert run_ranks(2, left_out, timeout=60) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
 def test_equal_ranks_pass() -> None:
     assert run_ranks(3, same) == ["fine"] * 3
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
+from tests.ranks import RunRanks
 from tests.scripts_on_ranks import run_python
 
 
@@ -49,6 +51,8 @@ def test_an_engine_lends_until_it_is_released() -> None:
     gc.collect()
     assert process.shared_channels() is None
     assert process.current() is lent.channels
+    process.forget_deleted()
+    assert process.current() is None
 
 
 @pytest.mark.parametrize("key", ["compresion", "Compression"])
@@ -68,7 +72,8 @@ def test_the_first_living_engine_lends() -> None:
         process.share_session(second, session({"tp": "bf16"}))
     del first
     later = session({"tp": "bf16"})
-    process.share_session(second, later)  # the first is deleted, though a cycle holds it
+    process.forget_deleted()  # a cycle holds the first
+    process.share_session(second, later)
     assert process.current() is later.channels
 
 
@@ -151,3 +156,21 @@ def test_groups_and_session_are_dropped_before_the_interpreter_ends() -> None:
     )
     done = run_python("-c", code, anew=True, GLOO_SOCKET_IFNAME="lo")  # not yet imported
     assert (done.returncode, done.stdout) == (0, "True\nFalse\ngone\n"), done.stderr
+
+
+def lent_by() -> bool:
+    """Attach a second engine, while only rank 0 still holds the first; return who lends."""
+    first, second = Engine(), Engine()
+    process.share_session(first, session({"tp": "bf16"}))
+    if dist.get_rank():
+        del first
+    later = session({"tp": "bf16"})
+    process.forget_deleted()
+    process.share_session(second, later)
+    lends = process.current() is later.channels
+    process.configure(None)
+    return lends
+
+
+def test_an_engine_that_one_rank_still_holds_lends_no_more(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, lent_by) == [True, True]
