@@ -71,6 +71,8 @@ def _not_a_script(path: str) -> str | None:
         return f"{path} is a folder; name a script in it"
     if not os.path.isfile(path):
         return f"no such script: {path}"
+    if path.endswith(".json"):  # Python runs JSON without true, false and null
+        return f"{path} is no Python script"
     try:
         with open(path, "rb") as file:
             code = file.read()

@@ -52,7 +52,7 @@ from hybridcomp.session import process, wandb_run
 from hybridcomp.session.agreement import agree_on
 from hybridcomp.session.engine_session import ATTRIBUTE as SESSION
 from hybridcomp.session.engine_session import WHEN_ATTACHED, EngineSession, session_of
-from hybridcomp.session.reporter import Event, describe_run, report_interval
+from hybridcomp.session.reporter import Event, describe_run, numbers, report_interval
 
 MODULE = "deepspeed.runtime.engine"
 
@@ -123,7 +123,8 @@ def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
         lacks = f'DeepSpeed\'s configuration has no "{BLOCK}"'
         if BLOCK in ds_json:
             lacks = "that of DeepSpeed's configuration is not enabled"
-        process.say_native("DeepSpeed's engine", lacks)
+        which = "this engine" if numbers() else "DeepSpeed's engine"  # others may have a block
+        process.say_native(which, lacks)
         process.mark_no_block()
         _leave(self)
         describe_run(None)

@@ -74,6 +74,7 @@ def test_a_missing_script_is_told_by_one_rank_of_a_node(
     ("words", "said"),
     [
         (["job"], "job is a folder; name a script in it"),
+        (["block.json"], "block.json is no Python script"),
         (["start.sh"], "start.sh is no Python script"),
         (["weights.pt"], "weights.pt is no Python script"),
         (["-m", "nosuch"], "no module nosuch is found from "),
@@ -89,6 +90,7 @@ def test_what_is_no_script_and_no_module_is_one_line(
     words: list[str], said: str,
 ) -> None:  # fmt: skip
     (folder / "start.sh").write_text("export A=1\npython train.py\n")
+    (folder / "block.json").write_text('{"dp": "bf16"}\n')
     (folder / "weights.pt").write_bytes(b"PK\x00\xff\x00")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(hybridcomp, "install", lambda: None)

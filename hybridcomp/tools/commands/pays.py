@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.rules import ds_check
 from hybridcomp.tools.commands.job_files import JobFile, read_job_file
 from hybridcomp.tools.plan import bits_between, meetings
 from hybridcomp.tools.plan.bits_between import JobTraffic
@@ -147,7 +149,11 @@ def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:
         return CompressionConfig.parse(SUGGESTED), file
     if BLOCK not in file.settings:
         raise ConfigError(text, "no block", f'expected "{BLOCK}" in it, or name a preset')
-    return CompressionConfig.parse(file.settings[BLOCK]), file
+    block = CompressionConfig.parse(file.settings[BLOCK])
+    if file.whose != "block":
+        with suppress(ConfigError):  # validate tells what cannot act
+            ds_check.check(block, file.settings)  # what the job leaves native loses its codec
+    return block, file
 
 
 def table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,16 @@ def test_a_file_says_what_its_job_is(
     said = said_of("pays", settings, *override, *step)
     assert said.startswith("fp32 messages among 4 ranks, ZeRO 1, ")
     assert f"sends {(2 + 1) * 3 / 4 * 4 * 1.3e9 / 1e6:.5g} MB" in said
+
+
+def test_what_the_job_leaves_native_pays_nothing(said_of: Callable[..., str]) -> None:
+    """A 1-bit optimizer sends its gradients itself, and validate lists dp as native."""
+    block = {"dp": {"codec": "blockint", "bits": 4}, "on_unsupported": "native"}
+    settings = {**ZERO_3, "zero_optimization": {"stage": 0}, "compression": block}
+    assert "\ndp " in said_of("pays", settings)
+    settings["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-3}}
+    assert "nothing that goes from rank to rank is compressed" in said_of("pays", settings)
+    assert re.search(r"\n +native +dp", said_of("validate", settings))
 
 
 @pytest.mark.parametrize(
