@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference import upstream
@@ -436,6 +437,28 @@ def test_a_weight_that_the_engine_has_and_nobody_publishes(factory: Any, chain: 
     workers.init_weight_transfer_engine({"source": str(chain)})
     with pytest.raises(PublishError, match="more .* is not among the published weights"):
         workers.load(1)
+
+
+class Adapted(Packed):
+    """An engine for adapters: its loader does not name the wrapper of a layer."""
+
+    def named_parameters(self, *args: Any, **more: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, one in super().named_parameters(*args, **more):
+            yield "attention.base_layer.qkv" if name == "qkv" else name, one
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        found = super().load_weights(weights)
+        return {"attention.qkv" if name == "qkv" else name for name in found}
+
+
+@pytest.mark.usefixtures("reloads")
+def test_an_engine_for_adapters_takes_versions_of_its_base(factory: Any, chain: Path) -> None:
+    model, wanted = Adapted(), Packed().expected(2)
+    workers = Workers(factory, [model])
+    workers.init_weight_transfer_engine({"source": str(chain)})
+    for version in (1, 2):
+        workers.load(version)
+    assert bits([("qkv", model.qkv)]) == bits([("qkv", wanted["qkv"])])
 
 
 def test_a_trainer_publishes_and_its_workers_load(
