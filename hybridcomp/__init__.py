@@ -179,12 +179,8 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
     """
     from hybridcomp.patches.torch import steps
     from hybridcomp.patches.torch.state import state_files
-    from hybridcomp.session import process
 
-    if models := steps.living():
-        state_files.save_files(Path(folder), models, loss_scale)
-    if not models or process.has_begun():
-        process.save_state(folder, loss_scale)
+    state_files.save(Path(folder), steps.living(), loss_scale)
 
 
 def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -202,12 +198,8 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
     """
     from hybridcomp.patches.torch import steps
     from hybridcomp.patches.torch.state import state_files
-    from hybridcomp.session import process
 
-    if models := steps.living():
-        state_files.load_files(Path(folder), models, loss_scale)
-    if not models or process.has_begun():
-        process.load_state(folder, loss_scale)
+    state_files.load(Path(folder), steps.living(), loss_scale)
 
 
 def resync(engine: Any = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridcomp import log
 from hybridcomp.errors import PublishError
-from hybridcomp.escaping import one_line
+from hybridcomp.escaping import SENTENCE, one_line
 from hybridcomp.inference.fingerprints import differing, fingerprints
 from hybridcomp.job.waits import Notices
 from hybridcomp.publishing import WeightReceiver
@@ -168,7 +168,7 @@ class Follower:
             else:
                 ready[1]()
         except Exception as error:
-            what = f"{type(error).__name__}: {one_line(error)}"
+            what = f"{type(error).__name__}: {one_line(error, SENTENCE)}"
             raise PublishError(
                 f"version {version}: the engine's loader has failed ({what}): the engine holds no "
                 f"version, do not serve from it; {AGAIN}"

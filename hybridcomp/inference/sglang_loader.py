@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.errors import PublishError
-from hybridcomp.escaping import one_line, parsed_json
+from hybridcomp.escaping import SENTENCE, one_line, parsed_json
 from hybridcomp.inference.checks import PLAIN, are_eight_bits, refuse_configuration
 from hybridcomp.inference.follower import Follower, Patched, is_wait
 from hybridcomp.inference.layout import LoaderLayout, learn
@@ -73,7 +73,7 @@ def update(
     finally:
         engine.end_weight_update()
     if isinstance(result, Sequence) and not result[0]:
-        raise PublishError(f"version {version} was not loaded: {one_line(result[1])}")
+        raise PublishError(f"version {version} was not loaded: {one_line(result[1], SENTENCE)}")
 
 
 def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

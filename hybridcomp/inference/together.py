@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.errors import PublishError
-from hybridcomp.escaping import one_line
+from hybridcomp.escaping import SENTENCE, one_line
 from hybridcomp.job.member_groups import new_member_group
 
 
@@ -43,7 +43,8 @@ class Workers:
             work()
         except Exception as error:
             is_ours = isinstance(error, PublishError)
-            mine = one_line(error) if is_ours else f"{type(error).__name__}: {one_line(error)}"
+            mine = one_line(error, SENTENCE)
+            mine = mine if is_ours else f"{type(error).__name__}: {mine}"
         if self._group is None:
             return mine
         said: list[Any] = [None] * self._count

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.escaping import one_line
+from hybridcomp.escaping import SENTENCE, one_line
 from hybridcomp.inference.upstream import check
 from hybridcomp.inference.vllm_plugin import BACKEND
 from hybridcomp.inference.vllm_seams import TRAINER_SEAMS
@@ -112,7 +112,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
             reset = getattr(self.client, "reset_prefix_cache", None)
             _, problem = attempt(reset) if callable(reset) else (None, None)
             return problem and f"the prefix cache was not reset: {problem}"
-        return f"{one_line(problem)}; the log of the server says what its workers refused"
+        return f"{one_line(problem, SENTENCE)}; the log of the server says what its workers refused"
 
     def _ask(self, message: dict[str, Any]) -> None:
         self.client.init_weight_transfer_engine({**self._where, "fresh": False})
@@ -124,7 +124,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 self.client.finish_weight_update()
             answer = getattr(getattr(error, "response", None), "text", "")
             if answer:
-                raise PublishError(f"{one_line(error)}: {one_line(answer)}") from error
+                raise PublishError(f"{one_line(error)}: {one_line(answer, SENTENCE)}") from error
             raise
         done = None if message.get("prepare") else str(message["version"])
         self.client.finish_weight_update(weight_version=done)

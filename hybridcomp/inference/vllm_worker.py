@@ -194,6 +194,11 @@ def _pack_again(model: Any) -> None:
             method.process_weights_after_loading(module)
 
 
+def _of_base(names: Iterable[str]) -> set[str]:
+    """Return names without the wrappers of layers with adapters, as vLLM's loader reports them."""
+    return {name.replace(".base_layer.", ".") for name in names}
+
+
 class _WorkerWeights:
     """One worker's model as a ``Follower`` writes it."""
 
@@ -229,14 +234,14 @@ class _WorkerWeights:
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load all weights through vLLM's layerwise reload; then compare a few values of each."""
         published = dict(weights)
-        mine = {name for name, _ in self.weights()}
+        mine = _of_base(name for name, _ in self.weights())
         initialize_layerwise_reload(self._model)
         with disable_mtp_completeness_check():
             # load copies: a loader may write to its inputs
             copies = ((name, self._copied(one)) for name, one in published.items())
             loaded = self._model.load_weights(copies)
         finalize_layerwise_reload(self._model, self._config)
-        left = sorted(mine - loaded) if isinstance(loaded, set) else []
+        left = sorted(mine - _of_base(loaded)) if isinstance(loaded, set) else []
         if left:
             raise PublishError(
                 f"{one_line(left[0])} (and {len(left) - 1} more) of the engine is not among the "

@@ -26,8 +26,9 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
 from hybridcomp.metric_names import trainer_name
-from hybridcomp.patches.torch import steps
 from hybridcomp.patches.torch.attach import unwrapped
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.state import state_files
 from hybridcomp.patches.trainers.figures import reporters, say_if_idle, take
 
 if TYPE_CHECKING:
@@ -72,12 +73,12 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
             say_if_idle(self._trainer.model_wrapped)
             return
         self._attach(args)
-        if state.global_step and steps.living():
+        if state.global_step and self._models():
             folder = self._checkpoint(args, state, self._resume_from)
             if not folder.is_dir():
                 say(f"{folder} is not there: steps are counted from 0, residuals start at zero")
                 return
-            hybridcomp.load_state(folder)
+            state_files.load(folder, self._models())
 
     def _attach(self, args: Any) -> None:
         model = unwrapped(self._trainer.model_wrapped)
@@ -100,8 +101,15 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write hybridcomp's state into the checkpoint that was just saved, on all ranks."""
-        if steps.living():
-            hybridcomp.save_state(self._checkpoint(args, state, None))
+        if models := self._models():
+            state_files.save(self._checkpoint(args, state, None), models)
+
+    def _models(self) -> list[Attached]:
+        """Return the attached models of this Trainer; the process may have others, of another
+        Trainer, which have their own checkpoints.
+        """
+        found = reporters(self._trainer.model_wrapped)
+        return [model for model in found if isinstance(model, Attached)]
 
     @staticmethod
     def _checkpoint(args: Any, state: Any, named: str | Path | None) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference import upstream
@@ -240,8 +241,8 @@ def test_what_workers_refuse(workers: Any, factory: Any, chain: Path) -> None:
 
 
 def raising(_: object) -> None:
-    """Fail as a worker without memory."""
-    raise RuntimeError("out of memory")
+    """Fail as a worker without memory, in many words."""
+    raise RuntimeError("out of memory" + 20 * " of a worker")
 
 
 def worker_of(model: Packed) -> Any:
@@ -434,8 +435,33 @@ def test_a_weight_that_the_engine_has_and_nobody_publishes(factory: Any, chain: 
     model.more = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     workers = Workers(factory, [model])
     workers.init_weight_transfer_engine({"source": str(chain)})
-    with pytest.raises(PublishError, match="more .* is not among the published weights"):
+    told = (
+        r"more .* is not among the published weights.* do not serve from it; update again: .* then$"
+    )
+    with pytest.raises(PublishError, match=told):
         workers.load(1)
+
+
+class Adapted(Packed):
+    """An engine for adapters: its loader does not name the wrapper of a layer."""
+
+    def named_parameters(self, *args: Any, **more: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, one in super().named_parameters(*args, **more):
+            yield "attention.base_layer.qkv" if name == "qkv" else name, one
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        found = super().load_weights(weights)
+        return {"attention.qkv" if name == "qkv" else name for name in found}
+
+
+@pytest.mark.usefixtures("reloads")
+def test_an_engine_for_adapters_takes_versions_of_its_base(factory: Any, chain: Path) -> None:
+    model, wanted = Adapted(), Packed().expected(2)
+    workers = Workers(factory, [model])
+    workers.init_weight_transfer_engine({"source": str(chain)})
+    for version in (1, 2):
+        workers.load(version)
+    assert bits([("qkv", model.qkv)]) == bits([("qkv", wanted["qkv"])])
 
 
 def test_a_trainer_publishes_and_its_workers_load(
@@ -467,13 +493,14 @@ def test_a_trainer_publishes_and_its_workers_load(
         assert engine.send_weights().version == 4 and resets == [1]
         assert all(model.holds(4) for model in workers.models)
         step(weights, 4)
-        told = [one._follower for one in workers.engines]
+        followers = [one._follower for one in workers.engines]
         for one in workers.engines:
             one._open = lambda _: None  # all of it fails
             one._follower = SimpleNamespace(prepare=raising)
-        with pytest.raises(PublishError, match="version 5 is published and was not loaded: .*memo"):
+        told = "version 5 is published and was not loaded: .*memory( of a worker){20}; the log of"
+        with pytest.raises(PublishError, match=told):
             engine.send_weights()
-        for one, follower in zip(workers.engines, told, strict=True):
+        for one, follower in zip(workers.engines, followers, strict=True):
             del one._open
             one._follower = follower
         step(weights, 5)

@@ -29,9 +29,26 @@ from hybridcomp.patches.torch.state.stateful import (
     state_dict_of,
     take_over,
 )
+from hybridcomp.session import process
 
 #: file name; ``model``: a name from ``identity.names_of``
 FILE = "hybridcomp_model_{model}_rank_{rank:05d}.pt"
+
+
+def save(folder: Path, models: Sequence[WithState], loss_scale: float | None = None) -> None:
+    """Save ``models``, and the process's session if it has begun or there are no models."""
+    if models:
+        save_files(folder, models, loss_scale)
+    if not models or process.has_begun():
+        process.save_state(folder, loss_scale)
+
+
+def load(folder: Path, models: Sequence[WithState], loss_scale: float | None = None) -> None:
+    """Load what ``save`` wrote."""
+    if models:
+        load_files(folder, models, loss_scale)
+    if not models or process.has_begun():
+        process.load_state(folder, loss_scale)
 
 
 def save_files(folder: Path, every: Iterable[WithState], loss_scale: float | None = None) -> None:

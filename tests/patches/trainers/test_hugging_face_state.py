@@ -40,9 +40,14 @@ def callback_of(model: nn.Module) -> Any:
 
 
 def resumed(folder: Path) -> tuple[list[int], str]:
-    """Train three steps, save, and continue with another model; return the counted steps."""
+    """Train three steps, save, and continue with another model; return the counted steps.
+
+    A model of an earlier Trainer stays attached.
+    """
     args, control = SimpleNamespace(world_size=2, output_dir=str(folder)), SimpleNamespace()
     found, said = [], io.StringIO()
+    earlier = DistributedDataParallel(nn.Linear(64, 64))
+    callback_of(earlier).on_train_begin(args, SimpleNamespace(global_step=0), control)
     for done, steps in ((0, 3), (3, 2), (2, 1)):
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(64, 64))
@@ -59,6 +64,8 @@ def resumed(folder: Path) -> tuple[list[int], str]:
         (attached,) = reporters(model)
         found.append(attached.channels.step)
         hybridcomp.detach(model)
+        if done == 0:  # the resumed process has one model only
+            hybridcomp.detach(earlier)
     return found, said.getvalue()
 
 
