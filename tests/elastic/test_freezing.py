@@ -513,6 +513,21 @@ def piped(stage: int, dtype: str, clip: float, whole: bool, more: dict[str, Any]
     return found
 
 
+def begun_frozen() -> list[int]:
+    """Count steps of a pipeline whose first layer, on the first stage, never trained."""
+    engine = pipeline(0, "fp32", 0.0)
+    for name, parameter in engine.module.named_parameters():
+        parameter.requires_grad_(not name.startswith("0."))
+    schedule = hybridcomp.FreezeSchedule(engine, list("0123"), steps={1: 1, 2: 2})
+    found = [schedule.step() for _ in range(2)]
+    engine.destroy()
+    return found
+
+
+def test_stages_count_what_another_stage_never_trained() -> None:
+    assert run_ranks(2, begun_frozen, timeout=60) == [[1, 2]] * 2
+
+
 def stepless(clip: float) -> list[float]:
     """Return the losses of a first stage that runs all passes but skips its optimizer steps."""
     engine = pipeline(0, "fp32", clip)
