@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,7 +136,8 @@ def test_another_version_of_sglang_is_refused(
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mixtral"])
 def test_the_updater_of_sglang_itself_loads_every_version(tmp_path: Path, family: str) -> None:
     """Its model, loader and updater on a CPU (``scripts/lab/sglang_on_cpu``), bit for bit."""
-    pytest.importorskip("sglang.srt", reason="SGLang is not installed", exc_type=ImportError)
+    if find_spec("sglang") is None:  # importing it fails beside torchvision for CUDA
+        pytest.skip("SGLang is not installed")
     found = run_module("sglang_runs", family, 6, tmp_path)
     assert found["wrong"] == [] and found["weights"] > 10
     assert len(found["errors"]) == 1 and "version 99 was not there" in found["errors"][0]
