@@ -113,8 +113,8 @@ def check_shapes(
     if wrong:
         name = min(wrong)
         raise CheckpointError(
-            f"{folder} is of another model: {name} is {there.get(name, 'not there')} there and "
-            f"{here.get(name, 'not there')} here; nothing was loaded"
+            f"{folder} is of another model: {name} is {there.get(name, 'missing')} there and "
+            f"{here.get(name, 'missing')} here; nothing was loaded"
         )
 
 

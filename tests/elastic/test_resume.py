@@ -12,13 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import hybridcomp
-from tests.elastic.jobs import LENGTH, SAMPLES, Case, Segment, build_torch, run
+from tests.elastic.jobs import (
+    LENGTH,
+    SAMPLES,
+    Case,
+    Layer,
+    Segment,
+    build_torch,
+    engine_of,
+    run,
+    settings,
+)
 from tests.ranks import RankPool, run_ranks
 from tests.selection import by_day
+from tests.training.in_turn import start_deepspeed
 from tests.training.test_checkpoint import add
 
 pytest.importorskip("deepspeed")
@@ -264,3 +276,27 @@ def turned_on(folder: str) -> int:
 
 def test_a_job_that_was_native_goes_on_from_its_step(tmp_path: Path) -> None:
     assert run_ranks(2, turned_on, str(tmp_path)) == [7, 7]
+
+
+def adapted(folder: str) -> list[bool]:
+    """Save a ZeRO 1 job whose first layer is never trained; resume it from other weights.
+
+    Returns whether each parameter is then the saved one.
+    """
+    start_deepspeed()
+    hybridcomp.install()
+    engines = []
+    for seed in (0, 2):
+        model = nn.Sequential(Layer(seed), Layer(seed + 1))
+        model[0].requires_grad_(False)
+        engines.append(engine_of(model, settings(Case("zero1"))))
+    first, second = engines
+    first.save_checkpoint(folder)
+    hybridcomp.resume(second, folder)
+    every = zip(first.module.parameters(), second.module.parameters(), strict=True)
+    return [torch.equal(saved, here) for saved, here in every]
+
+
+def test_adapters_beside_frozen_weights_resume(tmp_path: Path) -> None:
+    """At ZeRO 1 DeepSpeed's files have shapes of trained parameters only."""
+    assert run_ranks(2, adapted, str(tmp_path)) == [[True] * 4] * 2

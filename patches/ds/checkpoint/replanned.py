@@ -247,6 +247,8 @@ def _check_model(engine: Any, job: SavedJob) -> None:
     here = {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in engine.module.named_parameters()
+        # ZeRO 1 states no shapes of frozen parameters, which DeepSpeed itself compares
+        if parameter.requires_grad or name in job.shapes
     }
     is_whole = not job.is_pipeline and job.zero
     there = {name: shape for name, shape in job.shapes.items() if is_whole or name in here}

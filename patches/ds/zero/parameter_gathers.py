@@ -178,6 +178,9 @@ def make_all_gather_params(
         batches: list[_Batch] = [(params, (), False)]
     else:
         _zero_padding(self, params)
+        # they come out of a set, which ranks iterate in different orders, and upstream gathers
+        # those of one group after those of another (experts, other weights)
+        params = sorted(params, key=lambda p: p.ds_id)
         others = [p for p in params if not p.ds_persist]
         batches = [([p for p in params if p.ds_persist], (), True)]
         batches += _apart(channel, others) if channels.lossy("zero") else [(others, (), False)]
@@ -192,7 +195,7 @@ _Batch = tuple[Iterable[Any], tuple[int, ...], bool]
 
 
 def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
-    """Split parameters into batches, each of which upstream gathers in one message.
+    """Split sorted parameters into batches, each of which upstream gathers in one message.
 
     An engine's first step fetches the parameters of one module together, later steps those of
     several modules. Decoded values must not depend on that, or a resumed run would differ. So each
@@ -200,8 +203,7 @@ def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
     encoded independently.
     """
     found: dict[tuple[Any, ...], list[Any]] = {}
-    # sorted, to be equal on all ranks, unlike a set
-    for p in sorted(params, key=lambda p: p.ds_id):
+    for p in params:
         if p.ds_status.name != "NOT_AVAILABLE":
             continue
         group, shard = p.ds_process_group, p.ds_tensor

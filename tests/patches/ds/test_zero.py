@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -305,3 +306,31 @@ def test_paths_of_stage_3_that_are_said_to_be_native_are(module_ranks: RunRanks,
         sizes = [p.numel() for p in Tiny().parameters()]
         sent = [n if whole and n < BUCKET else -(-n // 2) for n in sizes]
         assert raw == wire == job.steps * 4 * sum(sent)
+
+
+def test_fetches_ask_in_one_order_on_all_ranks() -> None:
+    """DeepSpeed passes parameters out of a set, and gathers those of experts apart from others.
+
+    Ranks that began with different groups would wait for each other: lossless codecs, whose
+    payloads differ in size, are gathered in one call.
+    """
+    from hybridcomp.channels import ATTRIBUTE, Channels
+    from hybridcomp.config import CompressionConfig
+    from hybridcomp.patches.ds.zero import parameter_gathers
+
+    channels = Channels(CompressionConfig.parse({"zero": "expcode"}))
+    params = [
+        SimpleNamespace(
+            ds_id=number, ds_persist=number in (1, 4), ds_tensor=torch.zeros(4),
+            **{ATTRIBUTE: channels},
+        )
+        for number in (4, 2, 0, 1, 3)
+    ]  # fmt: skip
+    asked: list[list[int]] = []
+
+    def original(self: Any, some: Any, forward: bool, quantize: bool) -> None:
+        asked.append([p.ds_id for p in some])
+
+    with mock.patch.object(parameter_gathers, "filled", lambda p: 4):
+        parameter_gathers.make_all_gather_params(original)(None, params, True)
+    assert asked == [[1, 4], [0, 2, 3]]
