@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridcomp.job.agreement import start
+from hybridcomp.job.agreement import next_number, start
 
 
 def new_member_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
@@ -20,11 +20,9 @@ def new_member_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     until the time-out: ranks of the first pipeline stage in the group of embeddings are enough. The
     name here holds the ranks and how many times they were given to this function.
     """
-    members = ",".join(map(str, sorted(ranks)))
-    store = dist.distributed_c10d._get_default_store()
-    prefix = f"hybridcomp/group/{start()}/{members}"
-    number = store.add(f"{prefix}/of {dist.get_rank()}", 1)  # ends with the store, as the groups do
-    with _named(f"{prefix}/{number}"):
+    members = tuple(sorted(ranks))
+    number = next_number("groups", members)
+    with _named(f"hybridcomp/group/{start()}/{','.join(map(str, members))}/{number}"):
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), use_local_synchronization=True, **options
         )

@@ -108,14 +108,14 @@ def resume(
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
     check_scheduler(scheduler, factor, lr)
+    name = next((n for n in ("scheduler", "opt_param_scheduler") if n in job.files), "")
+    if scheduler is not None and not name:
+        raise ConfigError(f"{KEY}: scheduler", Shown(f"none in {job.folder}"), SAVE)
     wanted = _sharded(chunks, optimizer, job)
     _, problem = saved.attempt(lambda: _check_model(job, wanted))
     saved.all_well(problem, WHAT)
     found = _load(job, chunks, optimizer, wanted)
-    name = next((n for n in ("scheduler", "opt_param_scheduler") if n in found), None)
     if scheduler is not None:
-        if name is None:
-            raise ConfigError(f"{KEY}: scheduler", Shown(f"none in {job.folder}"), SAVE)
         scheduler.load_state_dict(found[name])
     if session is not None:
         process.load_state(job.folder)

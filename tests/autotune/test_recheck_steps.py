@@ -75,7 +75,7 @@ def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any
     channels = channels_of(engine)
     assert channels is not None
     outcome: dict[str, Any] = {"losses": [], "modes": [], "held": [], "codecs": []}
-    outcome["gathers"] = set()
+    outcome["gathers"], outcome["whole"] = set(), []
     with timed(channels, costs) as outcome["told"]:
         for step in range(job.steps):
             channels.ledger.restart()
@@ -84,6 +84,8 @@ def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any
             outcome["held"].append(channels.residuals.norm())
             outcome["codecs"].append(list(channels.ledger.used.get(("dp", "forward"), ())))
             outcome["gathers"].update(channels.ledger.used.get(("zero", "forward"), ()))
+            entry = channels.ledger.interval["zero", "forward"]
+            outcome["whole"].append(bool(entry.native))
     rows = channels.ledger.rows(channels.ledger.interval)
     outcome["since"] = {
         name: (ways["forward"]["native_since"], ways["forward"]["encoded_since"])
@@ -134,9 +136,9 @@ def test_deltas_go_on_between_native_steps(module_ranks: RunRanks) -> None:
     zero = {**EIGHT, "bits": 4, "delta": True}
     job = Job(1, steps=STOP + 1, block={**BLOCK, "dp": "none", "zero": zero})
     for result in module_ranks(2, trained, job, NATIVE, {"zero": (0.1, 0.15)}):
-        assert [mode for _, mode in result["modes"][-9:]] == [i & 1 == 1 for i in range(8)] + [
-            False
-        ]
+        encoded = [i & 1 == 1 for i in range(8)] + [False]
+        assert [mode for _, mode in result["modes"][-9:]] == encoded
+        assert result["whole"][-9:] == [not mode for mode in encoded]
 
 
 def with_copies(block: dict[str, Any] | None, costs: Costs) -> dict[str, Any]:

@@ -157,6 +157,10 @@ def refused(folder: str) -> list[tuple[str, bool]]:
     found += [tried(engine, place, sampler=other), tried(engine, place, sampler=more),
               tried(engine, place, optimizer=1)]  # fmt: skip
     engine.destroy()
+    for other_engine in (Case("zero3"), Case("pipe")):  # on as many ranks
+        engine = build_deepspeed(other_engine)
+        found.append(tried(engine, place))
+        engine.destroy()
     place = Path(folder, "ddp_none")
     model, optimizer = build_torch(CASES[1], 4)
     found.append(tried(model, place, optimizer=optimizer, sampler=sampler))
@@ -187,6 +191,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(saved: P
             f"ConfigError: ElasticSampler.samples: found {2 * SAMPLES}; the engine's steps have "
             f"{SAMPLES} samples",
             "ConfigError: hybridcomp.resume: optimizer: found one; the engine has it",
+            "ConfigError: hybridcomp.resume: found ZeRO 3; expected ZeRO 1, which saved it",
+            f"ConfigError: hybridcomp.resume: found {saved}/zero1_none/global_step6 of 2 replicas "
+            "of 1 ranks; a PipelineModule is resumed by a PipelineModule",
             "CheckpointError: resuming a checkpoint: rank 0: ",
             "ConfigError: hybridcomp.resume: optimizer: found nothing; give the model's",
             "factor 1.4142 rate 0.0014142 step 6",
@@ -197,7 +204,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(saved: P
     ):
         assert text.startswith(part), text
         assert "\n" not in text
-    for text in (said[0], said[7]):
+    for text in (said[0], said[9]):
         assert "is of another model: 0.down is (16, 48) there and (16, 64) here" in text
 
 
@@ -325,19 +332,23 @@ def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> 
     assert not list(place.glob("*universal")) and not list(place.glob("*.part"))
 
 
-def of_megatron(folder: str) -> tuple[str, list[str], list[str]]:
-    """Return the errors for another layout and another model, and the skipped checkpoints."""
+def of_megatron(folder: str) -> tuple[str, list[str], list[tuple[str, bool]]]:
+    """Return the newest checkpoint, those skipped, and what ``tried`` says of jobs that do not fit.
+
+    They have another layout, another model, and a scheduler of which nothing was saved.
+    """
     from tests.training import mcore_trainer
 
     case, place = Case("megatron-sharded", samples=12), Path(folder, "megatron-sharded_none")
     found = []
-    for changes in ({"tp": 2}, {"layers": 2}):
+    for changes in ({"tp": 2}, {"layers": 2}, {}):
         mcore_trainer.prepare()
         other = replace(megatron.job_of(case), **changes)  # type: ignore[arg-type]
         with mcore_trainer.armed(other):
             mcore_trainer.initialize(other)
             chunks, optimizer = mcore_trainer.build(other)
-            found.append(tried(chunks[0], place, optimizer=optimizer)[0])
+            scheduler = None if changes else object()
+            found.append(tried(chunks[0], place, optimizer=optimizer, scheduler=scheduler))
     job_of_files, skipped = replanned.find(place)
     assert job_of_files is not None
     return str(job_of_files.folder.name), skipped, found
@@ -354,12 +365,15 @@ def test_megatron_resumes_where_only_replicas_change(tmp_path: Path) -> None:
         (place / "iter_0000005" / "metadata.json").unlink()
         first, second = two.run(of_megatron, str(tmp_path))
     assert first == second
-    name, skipped, (layout, model) = first
+    name, skipped, errors = first
+    assert all(unchanged for _, unchanged in errors)
+    layout, model, scheduler = (text for text, _ in errors)
     assert name == "iter_0000003"
     assert skipped == [f"{place}/iter_0000005 was not finished: it has no metadata.json"]
     assert layout.startswith("ConfigError: hybridcomp.resume: found ")
     assert "tp 1, pp 1, ep 1; this job has tp 2, pp 1, ep 1: only the number" in layout
     assert "is of another model: decoder.layers." in model and "nothing was loaded" in model
+    assert scheduler.startswith("ConfigError: hybridcomp.resume: scheduler: found none in ")
     words = ["replan", str(place), "--ranks", "2", "--out", str(tmp_path / "out")]
     assert cli.main(words) == 0
     told = json.loads((tmp_path / "out" / "replan.json").read_text())

@@ -33,6 +33,8 @@ LATE = """
 import hybridcomp
 import torch.distributed as dist
 from hybridcomp.errors import AgreementError
+from hybridcomp.job import error_exit
+error_exit.LINGER_S = 60.0  # for slow machines: it ends once the other rank has asked
 hybridcomp.install()
 dist.init_process_group("gloo")
 raise AgreementError("compression block: rank(s) 1 differ from rank 0")
@@ -43,6 +45,8 @@ raise AgreementError("compression block: rank(s) 1 differ from rank 0")
 UNDER_RUN = """
 import torch.distributed as dist
 from hybridcomp.errors import AgreementError
+from hybridcomp.job import error_exit
+error_exit.LINGER_S = 60.0  # for slow machines: it ends once the other rank has asked
 dist.init_process_group("gloo")
 raise AgreementError("compression block: rank(s) 1 differ from rank 0")
 """

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs.words import DTYPES
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common import island_steps
 from tests.ranks import run_ranks
 from tests.selection import by_day
 from tests.sync.jobs import FED_BACK, beside, block, inside, rendezvous
@@ -88,3 +93,14 @@ def test_checkpoints_go_on_bit_for_bit_and_with_another_number(stage: int, tmp_p
         job = Job(stage=stage, dtype="bf16", block=block(address, at_start=3, **FED_BACK))
         three = beside(*((2, loads, (job, folder)) for folder in folders))
     assert [clock for island in three for _, clock in island] == [9] * 6
+
+
+def test_an_engine_that_averages_over_a_part_of_the_job_is_no_island() -> None:
+    config = CompressionConfig.parse(block("tcp://127.0.0.1:1"))
+    session: Any = SimpleNamespace(channels=SimpleNamespace(config=config))
+    words = r"found ranks \[0, 1\]; the island is the whole job, of 4 ranks; leave mpu out"
+    with (
+        mock.patch.object(dist, "get_world_size", lambda: 4),
+        pytest.raises(ConfigError, match=words),
+    ):
+        island_steps.start(session, mock.Mock(), (0, 1), "leave mpu out")

@@ -179,6 +179,12 @@ def exact_run(folder: str) -> float:
         engine.save_checkpoint(folder, tag="there")
     for weight in engine.module.parameters():
         assert torch.equal(weight, safe_get_full_fp32_param(weight)), "exact until the next step"
+    train(engine, 3, 4, 0)
+    engine.save_16bit_model(folder, "weights.bin")
+    dist.barrier()
+    saved = torch.load(f"{folder}/weights.bin")
+    for name, weight in engine.module.named_parameters():
+        differences.append(float((saved[name] - safe_get_full_fp32_param(weight)).abs().max()))
     return max(differences)
 
 

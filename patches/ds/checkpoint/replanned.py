@@ -220,26 +220,26 @@ def _check_layout(engine: Any, job: SavedJob, parts: int, is_moved: bool) -> Non
     """Refuse layouts that DeepSpeed cannot load on these ranks. Raises ConfigError."""
     from deepspeed.pipe import PipelineModule
 
-    if not is_moved:
-        return
     is_pipeline, stage = isinstance(engine.module, PipelineModule), engine.zero_optimization_stage()
     stages = engine.module.num_stages if is_pipeline else 1
     said = Shown(f"{job.folder} of {job.replicas} replicas of {job.parts} ranks")
+    if is_pipeline != job.is_pipeline:
+        todo = "a PipelineModule is resumed by a PipelineModule, with one stage or more"
+        raise ConfigError(KEY, said, todo)
+    if stage != job.zero and {stage, job.zero} != {1, 2}:
+        raise ConfigError(KEY, Shown(f"ZeRO {stage}"), f"expected ZeRO {job.zero}, which saved it")
+    if not is_moved:
+        return
     channels = channels_of(engine)
     if channels is not None and channels.config.sync.acts:
         raise ConfigError(KEY, said, "islands of sync keep their ranks: resume on as many")
     if any(job.folder.glob("layer_*_expert_*")):
         raise ConfigError(KEY, said, "the files of experts need as many ranks as saved them")
-    if is_pipeline != job.is_pipeline:
-        todo = "a PipelineModule is resumed by a PipelineModule, with one stage or more"
-        raise ConfigError(KEY, said, todo)
     if parts // stages != job.tensor:
         raise ConfigError(KEY, said, f"expected {job.tensor} tensor rank(s), as saved it")
     if parts != job.parts and not job.zero:
         todo = "without ZeRO DeepSpeed saves the optimizer by stage: keep the stages, or save at 1"
         raise ConfigError(KEY, said, todo)
-    if stage != job.zero and {stage, job.zero} != {1, 2}:
-        raise ConfigError(KEY, Shown(f"ZeRO {stage}"), f"expected ZeRO {job.zero}, which saved it")
 
 
 def _check_model(engine: Any, job: SavedJob) -> None:

@@ -26,7 +26,7 @@ BLOCK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def callback_of(model: nn.Module) -> Any:
+def callback_of(model: nn.Module, resume_from: Path | None) -> Any:
     """Return the callback of a Trainer that has wrapped ``model``."""
     if find_spec("transformers") is None:
         stand_in: Any = ModuleType("transformers")
@@ -36,22 +36,23 @@ def callback_of(model: nn.Module) -> Any:
     from hybridcomp.patches.trainers.hugging_face import HybridcompCallback
 
     trainer = SimpleNamespace(is_deepspeed_enabled=False, model_wrapped=model)
-    return HybridcompCallback(trainer, BLOCK)
+    return HybridcompCallback(trainer, BLOCK, resume_from)
 
 
 def resumed(folder: Path) -> tuple[list[int], str]:
-    """Train three steps, save, and continue with another model; return the counted steps.
+    """Train three steps, save, and continue with other models; return the counted steps.
 
     A model of an earlier Trainer stays attached.
     """
     args, control = SimpleNamespace(world_size=2, output_dir=str(folder)), SimpleNamespace()
     found, said = [], io.StringIO()
     earlier = DistributedDataParallel(nn.Linear(64, 64))
-    callback_of(earlier).on_train_begin(args, SimpleNamespace(global_step=0), control)
-    for done, steps in ((0, 3), (3, 2), (2, 1)):
+    callback_of(earlier, None).on_train_begin(args, SimpleNamespace(global_step=0), control)
+    parts = [(0, 3, None), (3, 2, None), (2, 1, None), (5, 1, folder / "checkpoint-3")]
+    for done, steps, resume_from in parts:
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(64, 64))
-        callback, state = callback_of(model), SimpleNamespace(global_step=done)
+        callback, state = callback_of(model, resume_from), SimpleNamespace(global_step=done)
         with contextlib.redirect_stdout(said):
             callback.on_train_begin(args, state, control)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,6 +72,6 @@ def resumed(folder: Path) -> tuple[list[int], str]:
 
 def test_a_resumed_run_goes_on_counting_steps(tmp_path: Path) -> None:
     (steps, said), (others, _) = run_ranks(2, resumed, tmp_path)
-    assert steps == others == [3, 5, 1]
+    assert steps == others == [3, 5, 1, 2]  # the third part saved checkpoint-3 anew
     assert (tmp_path / "checkpoint-5" / "hybridcomp").is_dir()
     assert "checkpoint-2/hybridcomp is not there: steps are counted from 0, residuals start" in said
