@@ -192,6 +192,34 @@ def test_what_changes_parameters_is_followed(module_ranks: RunRanks, way: str) -
             assert sent[3] == 0, "what was gathered is not sent again"
 
 
+def written(blocks: list[Any]) -> list[list[float]]:
+    """Return by block the losses of evaluations before and after a write into a weight."""
+    import deepspeed
+
+    found = []
+    for block in blocks:
+        engine = fresh(replace(HPZ, block=block))
+        train_step(engine, HPZ, 0)
+        engine.eval()
+        values, targets = batch(dist.get_rank(), 77, torch.bfloat16)
+        losses, weight = [], engine.module.inner.weight
+        for factor in (1.0, -1.0):
+            if factor < 0:
+                with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+                    weight.data.mul_(factor if dist.get_rank() == 0 else 1.0)
+            with torch.no_grad():
+                losses.append((engine(values) - targets).float().square().mean().item())
+        found.append(losses)
+        engine.destroy()
+    return found
+
+
+def test_a_write_between_evaluations_is_in_the_copy(module_ranks: RunRanks) -> None:
+    for native, exact, bits in module_ranks(4, written, [None, EXACT, BITS]):
+        assert exact == native and bits == pytest.approx(native, rel=0.005)
+        assert abs(native[1] / native[0] - 1) > 0.015
+
+
 def resumed(job: Job, folder: str, save: bool) -> tuple[list[float], dict[str, str]]:
     """Return losses from step 3 on of a run that saved there, or loaded the save."""
     engine = fresh(job)
