@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import ATTRIBUTE, Channels
+from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
 from hybridcomp.dimensions import Dimension
@@ -197,7 +198,8 @@ def _attach(
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     session.measure(
         engine.seq_data_parallel_group,
-        next(iter(dtypes), torch.float32),
+        # a frozen base may begin with weights in integers
+        next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), torch.float32),
         numel,
         step_messages.sent(engine),
     )

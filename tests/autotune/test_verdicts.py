@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hybridcomp.autotune import sum_trials, trials
 from hybridcomp.autotune.verdicts import Decision, Verdicts, are_decisions
@@ -27,13 +28,14 @@ if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from hybridcomp.patches.ds import step_messages
-from tests.training.trainer import Job, digests, make_engine, train_step
+from tests.training.trainer import Job, Tiny, digests, make_engine, train_step
 
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
 EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
 BLOCK = {"dp": FEEDBACK, "zero": EIGHT, "min_bytes": 0}
 CPU = torch.device("cpu")
 LATE = Decision(False, 1024, 0.1, 0.2)
+SLOW, FAST = (0.09, 0.01), (0.01, 0.02)
 
 
 def weighed(
@@ -121,6 +123,31 @@ def test_a_fast_link_makes_the_run_native(module_ranks: RunRanks, stage: int) ->
         assert on[rank][2]["dp"]["forward"]["native_since"] is None
 
 
+class OverIntegers(nn.Module):
+    """A model that begins with a frozen weight in integers, as a quantized base does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+        self.trained = Tiny()
+
+
+def measured_over_integers() -> list[str]:
+    model = OverIntegers()
+    job = Job(1, block=BLOCK)
+    trained = [{"params": [one for one in model.parameters() if one.requires_grad]}]
+    with clock(*SLOW):
+        engine = make_engine(job, model, trained)
+    channels = channels_of(engine)
+    assert channels is not None
+    engine.destroy()
+    return sorted(channels.verdicts.by_dimension)
+
+
+def test_a_base_of_integers_is_no_reason_to_measure_nothing(module_ranks: RunRanks) -> None:
+    assert module_ranks(2, measured_over_integers) == [["dp", "zero"]] * 2
+
+
 def resumed(
     folder: str, first: tuple[float, float], second: tuple[float, float], before: dict[str, Any]
 ) -> tuple[Any, ...]:
@@ -140,9 +167,6 @@ def resumed(
     assert channels is not None
     verdicts = {name: verdict.pays for name, verdict in channels.verdicts.by_dimension.items()}
     return whole, losses, verdicts, channels.ledger.native_since, channels.residuals.nbytes
-
-
-SLOW, FAST = (0.09, 0.01), (0.01, 0.02)
 
 
 @pytest.mark.parametrize(("first", "second"), by_day([(SLOW, FAST), (FAST, SLOW)], [(SLOW, FAST)]))
