@@ -72,12 +72,14 @@ def test_zero_resumed_shows_the_ledger_in_log_json_and_wandb(stage: int, tmp_pat
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_resumed_under_torchs_own_engines_is_the_unbroken_run(engine: str, tmp_path: Path) -> None:
     needs("scripts/examples/train_trainer.py")
-    command = f"{TRAINER} --block scripts/examples/{engine}.json"
-    command += " --fsdp2" if engine == "fsdp2" else ""
+    block = json.loads((EXAMPLES / f"{engine}.json").read_text())
+    block["dp"]["error_feedback"] = True  # the examples have none
+    command = f"{TRAINER} --block block.json" + " --fsdp2" * (engine == "fsdp2")
     histories = {}
     for name, parts in (("whole", [""]), ("broken", ["--steps 10", "--resume"])):
         folder = tmp_path / name
         folder.mkdir()
+        (folder / "block.json").write_text(json.dumps(block))
         for part in parts:
             launch(folder, f"{command} {part}")
         histories[name] = history_of(folder)
