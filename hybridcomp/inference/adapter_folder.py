@@ -66,7 +66,8 @@ class AdapterFolder:
         text = json.dumps(self._config, default=lambda one: sorted(one) if isinstance(one, set)
                           else str(one))  # fmt: skip
         data = save(tensors, metadata={"format": "pt"})
-        path = self._folder / f"v{newest:010d}"
+        # the path tells jobs apart, too: an engine's prefix cache may know an adapter by its path
+        path = self._folder / f"v{newest:010d}.{self._receiver.base[:8]}"
         made = self._folder / f".made.{secrets.token_hex(4)}"
         try:
             made.mkdir(parents=True)
@@ -89,6 +90,6 @@ class AdapterFolder:
         """Keep ``newest`` and the last written of the others, which an earlier job may have left
         with higher numbers.
         """
-        others = [one for one in self._folder.glob("v??????????") if one != newest]
+        others = [one for one in self._folder.glob("v??????????*") if one != newest]
         for old in sorted(others, key=lambda one: one.stat().st_mtime_ns)[: 1 - KEEP]:
             shutil.rmtree(old, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -178,7 +179,7 @@ def test_a_folder_that_engines_load_adapters_from(on_ranks: RunRanks, tmp_path: 
     for version in (1, 2):
         path = folder.update(version)
         assert path is not None
-        assert path.name == f"v{version:010d}" and folder.version == version
+        assert path.name.startswith(f"v{version:010d}.") and folder.version == version
     assert path is not None
     found = safetensors.load_file(path / "adapter_model.safetensors")
     assert sorted(found) == [f"{PREFIX}lora_{key}.weight" for key in "AB"]
@@ -214,3 +215,8 @@ def test_a_folder_that_could_not_be_written_is_written_by_the_next_update(
     assert path.stat().st_mode == (made_by / "v0000000009").stat().st_mode
     left = sorted(one.name for one in made_by.iterdir())
     assert left == [path.name, "v0000000009"] and folder.update() is None
+    shutil.rmtree(tmp_path / "adapters")
+    on_ranks(2, one_version, tmp_path)
+    another = AdapterFolder(tmp_path / "adapters", made_by, {}).update()
+    assert another is not None and another.name.split(".")[0] == path.name.split(".")[0]
+    assert another != path, "an engine would take what it has of the earlier job for the new one's"
