@@ -5,7 +5,8 @@ Trials do not belong to the model's traffic: they touch neither its ledger nor i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp import collectives
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.collectives import Group, Meter, Reduction, Transfer
 from hybridcomp.collectives.wire.transport import all_gather_single
@@ -166,6 +167,21 @@ def agree_on(
     low, high = least.tolist()[:3], [-number for number in least.tolist()[3:]]
     agreed = torch.tensor(int(low == high and bool(low[0])), device=device)
     return bool(small_messages.least(agreed))
+
+
+def main_dtype(
+    numels: Iterable[tuple[torch.dtype, int]], otherwise: torch.dtype = torch.float32
+) -> torch.dtype:
+    """Return the dtype of most values, of those that codecs take; ``otherwise`` if there is none.
+
+    ``numels``: dtype and elements of each parameter. A model may begin with weights in integers,
+    or with a few in another dtype than nearly all others.
+    """
+    found: Counter[torch.dtype] = Counter()
+    for dtype, numel in numels:
+        if dtype in VALUE_DTYPES:
+            found[dtype] += numel
+    return max(found, key=lambda dtype: (found[dtype], str(dtype)), default=otherwise)
 
 
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

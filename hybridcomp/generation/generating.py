@@ -227,10 +227,15 @@ def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:
         values = torch.randn(
             1, 3, width, generator=generator, dtype=torch.float32, device="cpu"
         ).to(device, dtype)
-        last = runner.tried(values).shape[-1]
+        out = runner.tried(values)
+        last = out.shape[-1]
         if last != width and not runner.is_last:
             widths = Shown(f"hidden states of width {last} after others of {width}")
             raise ConfigError(KEY, widths, "expected one width between all stages")
+        if not runner.is_last and torch.promote_types(out.dtype, dtype) != dtype:
+            kind = str(out.dtype).removeprefix("torch.")
+            kinds = Shown(f"hidden states of {kind} after others of {stated[1]}")
+            raise ConfigError(KEY, kinds, f"they would be rounded; return {stated[1]} values")
     return width, dtype, small_messages.gather_objects(last)[line.global_ranks[-1]]
 
 

@@ -93,10 +93,10 @@ def shard_batch(
     Raises ValueError on a length that cannot be sharded, and on tensors of other shapes.
     """
     whole = dict(batch)
-    first = next(iter(whole.values()))
+    shape = next((v.shape[:2] for v in whole.values() if v.dim() > 1), torch.Size((0, 0)))
     for key, values in whole.items():
-        if values.dim() < 2 or values.shape[1] != first.shape[1]:
-            shapes = f"expected (batch, {first.shape[1]}, ...), found {tuple(values.shape)}"
+        if values.dim() < 2 or values.shape[1] != shape[1]:
+            shapes = f"expected (batch, {shape[1]}, ...), found {tuple(values.shape)}"
             raise ValueError(f"{key}: {shapes}; cut it by hand, with hybridcomp.nn.shard")
     out: dict[str, Any] = {}
     if "documents" in whole:
@@ -104,7 +104,8 @@ def shard_batch(
     elif "attention_mask" not in whole and "position_ids" in whole:
         out |= _packed(whole["position_ids"])
     if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(first.shape[1], device=first.device).expand_as(first)
+        device = next(iter(whole.values())).device
+        whole["position_ids"] = torch.arange(shape[1], device=device).expand(shape)
     if "attention_mask" in whole and bool(whole["attention_mask"].all()):
         del whole["attention_mask"]
     if "labels" in whole:

@@ -227,7 +227,7 @@ class Quantizer:
         """Find the largest magnitude of each block, over all ranks; a collective."""
         _, problem = saved.attempt(self._measure_mine)
         rows = list(self._every.values())
-        device = next((row.most.device for row in rows if row.most is not None), default_device())
+        device = default_device(self._group)  # that of the values may be the host, on some ranks
         flat = torch.cat([
             torch.zeros(math.prod(row.blocks), dtype=row.kind, device=device)
             if row.most is None else row.most.to(device).reshape(-1) for row in rows
@@ -236,7 +236,8 @@ class Quantizer:
         parts = torch.split(flat, [math.prod(row.blocks) for row in rows])
         for (name, one), part in zip(self._every.items(), parts, strict=True):
             if name in self.matrices:  # copied, to free those of other ranks
-                one.most = part.view(one.blocks).clone()
+                own = device if one.most is None else one.most.device
+                one.most = part.view(one.blocks).to(own, copy=True)
         if problem is not None:
             raise PublishError(problem)
 

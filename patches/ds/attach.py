@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import ATTRIBUTE, Channels
-from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
 from hybridcomp.dimensions import Dimension
@@ -194,15 +193,11 @@ def _attach(
         session.follow(PipelineRow(pipe.waitless))
     session.say(*notes)
     session.place(_data_parallel(engine))
-    dtypes = dict.fromkeys(parameter.dtype for parameter in engine.module.parameters())
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    session.measure(
-        engine.seq_data_parallel_group,
-        # a frozen base may begin with weights in integers
-        next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), torch.float32),
-        numel,
-        step_messages.sent(engine),
-    )
+    sent = step_messages.sent(engine)
+    for dtype, names in step_messages.dtypes(engine).items():
+        own = {name: sent[name] for name in names if name in sent}
+        session.measure(engine.seq_data_parallel_group, dtype, numel, own, only=names)
     step_messages.note_tied(engine, session)
     sparse_rows.follow(engine, channels, undo)
     if block.measured():
@@ -218,7 +213,7 @@ def _attach(
     undo.callback(process.release, engine)
     process.share_session(engine, session)
     session.open_reporter()
-    session.warn(dtypes)
+    session.warn(dict.fromkeys(parameter.dtype for parameter in engine.module.parameters()))
 
 
 def _leave(engine: Any) -> None:

@@ -8,6 +8,7 @@ consists of this rank alone.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,9 @@ def masters_of(engine: Any) -> Masters:
     for name, replicated in _KEPT:
         tensors = getattr(optimizer, name, None)
         if tensors:
-            ranges = _ranges(optimizer, tensors)
+            ranges, without = _ranges(optimizer, tensors), _without(engine)
             return Masters(
-                [(f"group {index} at {low}", high - low) for index, low, high in ranges],
+                [(f"group {index} at {low}{without}", high - low) for index, low, high in ranges],
                 functools.partial(_data, tensors, ranges),
                 functools.partial(_written, optimizer),
                 replicated,
@@ -161,6 +162,13 @@ def masters_of(engine: Any) -> Masters:
         lambda: None,
         replicated=True,
     )
+
+
+def _without(engine: Any) -> str:
+    """Return which parameters flat groups lack, as a digest; two islands may train other layers."""
+    frozen = [n for n, p in named_once(engine.module)[0].items() if not p.requires_grad]
+    digest = hashlib.sha256(repr(sorted(frozen)).encode()).hexdigest()[:16]
+    return f" without {digest}" if frozen else ""
 
 
 def _ranges(optimizer: Any, tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -6,9 +6,12 @@ trained parameters in module order, nearly the order of the passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
+from hybridcomp.autotune.trials import main_dtype
 from hybridcomp.channels import StepTraffic, channels_of
 from hybridcomp.channels.memory_use import note
 from hybridcomp.collectives import Group
@@ -28,7 +31,7 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
     """
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     numels = [int(getattr(p, "ds_numel", p.numel())) for p in trained]
-    stage = engine.zero_optimization_stage()
+    stage = _stage(engine)
     if not numels:
         return {}
     if stage == 3:
@@ -52,6 +55,40 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
         reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
         return {**gathers, "dp": StepTraffic(reduced, "own")}
     return {**gathers, "dp": StepTraffic(groups or buckets(numels, STAGE0_BUCKET), "sum")}
+
+
+def _stage(engine: Any) -> int:
+    """Return the ZeRO stage; 0 with BF16_Optimizer, which sums as stage 0 does."""
+    is_bf16 = hasattr(engine.optimizer, "bf16_groups_flat")
+    return 0 if is_bf16 else int(engine.zero_optimization_stage())
+
+
+def dtypes(engine: Any) -> dict[torch.dtype, list[Dimension]]:
+    """Return the dtypes of most messages of ``dp`` and ``zero``, each with its dimensions.
+
+    Gradients may be summed in another dtype than that of the parameters.
+    """
+    from deepspeed.runtime.torch_autocast import get_comm_dtype
+
+    optimizer, every = engine.optimizer, list(engine.module.parameters())
+    stage = _stage(engine)
+    of_each = getattr(optimizer, "get_param_comm_dtype", None) if stage else None
+
+    def summed(parameter: Any) -> Any:
+        if stage in (1, 2) and getattr(optimizer, "sequence_parallel_size", 1) > 1:
+            return torch.float32
+        return engine.communication_data_type if of_each is None else of_each(parameter)
+
+    def gathered(parameter: Any) -> Any:
+        return get_comm_dtype(parameter) if stage == 3 else parameter.dtype
+
+    trained = [p for p in every if p.requires_grad] or every
+    found: dict[torch.dtype, list[Dimension]] = {}
+    ways: tuple[tuple[Dimension, Callable[[Any], Any]], ...] = (("dp", summed), ("zero", gathered))
+    for name, of in ways:
+        dtype = main_dtype((of(p), int(getattr(p, "ds_numel", p.numel()))) for p in trained)
+        found.setdefault(dtype, []).append(name)
+    return found
 
 
 def note_tied(engine: Any, session: EngineSession) -> None:

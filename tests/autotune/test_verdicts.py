@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from hybridcomp.patches.ds import step_messages
+from hybridcomp.session.engine_session import EngineSession
 from tests.training.trainer import Job, Tiny, digests, make_engine, train_step
 
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
@@ -146,6 +148,42 @@ def measured_over_integers() -> list[str]:
 
 def test_a_base_of_integers_is_no_reason_to_measure_nothing(module_ranks: RunRanks) -> None:
     assert module_ranks(2, measured_over_integers) == [["dp", "zero"]] * 2
+
+
+def dtypes_of(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dtype in which each dimension is measured, and that of most values it sends."""
+    measured: dict[str, Any] = {}
+    sent: dict[str, Counter[torch.dtype]] = {"dp": Counter(), "zero": Counter()}
+    measure, run = EngineSession.measure, Channel.run
+
+    def noting(self: Any, group: Any, dtype: Any, numel: Any, own: Any, only: Any) -> None:
+        measured.update(dict.fromkeys(only, dtype))
+        measure(self, group, dtype, numel, own, only)
+
+    def counting(self: Any, message: Any, **ways: Any) -> Any:
+        sent[self.dimension][message.dtype] += message.numel
+        return run(self, message, **ways)
+
+    autocast = patch("deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED", False)
+    seen = patch.object(EngineSession, "measure", noting), patch.object(Channel, "run", counting)
+    with autocast, seen[0], seen[1], clock(*SLOW):
+        engine = make_engine(job)
+        train_step(engine, job, 0)
+    engine.destroy()
+    return measured, {name: max(found, key=found.__getitem__) for name, found in sent.items()}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [Job(1, "bf16", ds_json={"communication_data_type": "fp32"}),
+     Job(3, ds_json={"torch_autocast": {
+         "enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"],
+     }})],
+    ids=["fp32 sums", "autocast"],
+)  # fmt: skip
+def test_messages_are_measured_in_their_dtype(module_ranks: RunRanks, job: Job) -> None:
+    for measured, sent in module_ranks(2, dtypes_of, replace(job, block=BLOCK)):
+        assert measured == sent
 
 
 def resumed(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 pytest.importorskip("deepspeed")
 
 import hybridcomp
-from hybridcomp.generation import GenerationFigures, Sampling, answer
+from hybridcomp.errors import ConfigError
+from hybridcomp.generation import GenerationFigures, Sampling, answer, generating
+from hybridcomp.job import small_messages
 from tests.generation import generating_jobs as jobs
 from tests.ranks import RankPool, run_ranks
 
@@ -358,6 +361,23 @@ def heads() -> None:
         for _ in range(2):  # the first call detects it
             logits = whole(layer(hidden))
             torch.testing.assert_close(logits, want, atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_hidden_states_that_hops_would_round_are_refused(dtype: torch.dtype) -> None:
+    """All hops send values of the dtype that the first stage returns."""
+    runner: Any = SimpleNamespace(
+        device=torch.device("cpu"), is_first=False, is_last=False,
+        tried=lambda values: values.to(dtype),
+    )  # fmt: skip
+    line: Any = SimpleNamespace(global_ranks=[0])
+    said = mock.patch.object(small_messages, "gather_objects", lambda own: [own or (4, "bfloat16")])
+    with said:
+        if dtype is torch.bfloat16:
+            assert generating._tried(runner, line)[1] is dtype
+            return
+        with pytest.raises(ConfigError, match="found hidden states of float32 after others of bf"):
+            generating._tried(runner, line)
 
 
 def test_logits_of_autotps_heads_are_whole() -> None:

@@ -127,6 +127,10 @@ def packed() -> None:
         ValueError, match=r"^position_ids: expected \(batch, 8, ...\), found \(3, 2, 8"
     ):
         shard_batch({"input_ids": tokens, "position_ids": two.expand(3, 2, 8)})
+    with pytest.raises(ValueError, match=r"^rewards: expected \(batch, 8, ...\), found \(2,\)"):
+        shard_batch({"rewards": torch.zeros(2), "input_ids": tokens})
+    embedded = shard_batch({"inputs_embeds": torch.zeros(2, 8, 3), "labels": tokens})
+    assert torch.equal(gather(embedded["position_ids"]), whole)
     own = {"position_ids": two, "documents": whole}
     assert shard_batch({"input_ids": tokens, **own})["documents"] is whole
 

@@ -124,6 +124,25 @@ def test_padding_of_stage_3_is_not_sent() -> None:
     run_ranks(4, unpadded, timeout=600.0)
 
 
+def digests_without(stage: int) -> list[str]:
+    """Return the digests of weights of islands that freeze one of three equal layers."""
+    found = []
+    for frozen in range(2):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        trained = [p for n, p in model.named_parameters() if not n.startswith(str(frozen))]
+        model[frozen].requires_grad_(False)
+        engine = make_engine(Job(stage, "bf16", block=ADAM), model, [{"params": trained}])
+        found.append(island_unit.masters_of(engine).digest)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day([0, 1, 3], [1]))
+def test_islands_that_train_other_layers_have_other_weights(stage: int) -> None:
+    for first, second in run_ranks(2, digests_without, stage):
+        assert first != second
+
+
 def dealt() -> None:
     """Distribute data over all ranks of the job; scripts do not see an island's layout."""
     import deepspeed

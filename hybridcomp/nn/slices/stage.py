@@ -151,12 +151,15 @@ class SlicedStage(nn.Module):
 
         Raises ConfigError if an engine has sharded the parameters (ZeRO 3, FSDP2).
         """
-        first = next(self.stage.parameters())
-        if hasattr(first, "ds_id") or hasattr(first, "placements"):
+        every = list(self.stage.parameters())
+        if any(hasattr(one, "ds_id") or hasattr(one, "placements") for one in every):
             raise ConfigError(
                 "pp", Shown("a stage whose parameters are cut over ranks (ZeRO 3 or FSDP2)"),
                 "token slices need them whole; use ZeRO 0, 1 or 2",
             )  # fmt: skip
+        # a quantized base may begin with weights in integers or fp8, as hidden states never are
+        wide = (one for one in every if one.is_floating_point() and one.itemsize > 1)
+        first = next(wide, every[0])
         self._pipeline.dtype, self._pipeline.device = first.dtype, first.device
         return self._pipeline
 

@@ -273,8 +273,9 @@ def attached(engine: Any, channels: Channels) -> None:
         todo = "a CPU does not say what gathered parameters may take; write a number"
         raise ConfigError(f"{BLOCK}.memory.device_gb", None, todo)
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-    dtype = next(engine.module.parameters()).dtype
-    plan = PlannedMemory(policy, dtype.itemsize, engine.device, knobs_of(coordinator))
+    # of several dtypes the widest, so that what is gathered fits
+    itemsize = max(parameter.itemsize for parameter in engine.module.parameters())
+    plan = PlannedMemory(policy, itemsize, engine.device, knobs_of(coordinator))
     setattr(coordinator, ATTRIBUTE, plan)
     kept: frozenset[int] = getattr(engine.optimizer, HOST, frozenset())
     if policy.host_gb is not None:

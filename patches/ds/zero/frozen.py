@@ -26,6 +26,7 @@ from torch import Tensor
 from hybridcomp.channels import Channel, Channels, native_nbytes
 from hybridcomp.channels.messages.kept_weights import KeptWeights, changed_anywhere, hashes_of
 from hybridcomp.config.parameter import FrozenConfig
+from hybridcomp.job.devices import default_device
 from hybridcomp.job.gates import gate
 from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
@@ -182,8 +183,8 @@ class FrozenWeights:
                 for weight, own in zip(kept, now, strict=True)
             ]
 
-        device = kept[0].param.ds_tensor.device
-        changed = changed_anywhere(self.channel, flags, len(kept), device)
+        # shards may be on the host (offload_param)
+        changed = changed_anywhere(self.channel, flags, len(kept), default_device())
         for weight, flag in zip(kept, changed, strict=True):
             if flag:
                 weight.kept = None

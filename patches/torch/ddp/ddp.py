@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hybridcomp.autotune.trials import StepTraffic
+from hybridcomp.autotune.trials import StepTraffic, main_dtype
 from hybridcomp.channels.checkpoint.resharing import Sends
 from hybridcomp.channels.memory_use import note_tables
-from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.dimensions import Dimension
 from hybridcomp.job.parameter_names import plain_name
@@ -59,7 +58,7 @@ def attach(
     numels = _buckets(parameters, model)
     sent: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "sum", together=True)}
     dtypes = [parameter.dtype.to_real() for parameter in parameters]  # the dtypes of the buckets
-    encoded = next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), dtypes[0])
+    encoded = main_dtype(zip(dtypes, map(real_numel, parameters), strict=True), dtypes[0])
     session.measure(group, encoded, sum(numels), sent)
     tables = _buckets(parameters, model, lambda numel: size * chunk_of(numel, size))
     note_tables(session.channels, tables)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridcomp.autotune.trials import StepTraffic
+from hybridcomp.autotune.trials import StepTraffic, main_dtype
 from hybridcomp.collectives.topology import machines
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Dimension
@@ -193,12 +193,20 @@ def _measure(session: EngineSession, job: fsdp2_rules.ShardedJob, members: list[
         # deltas are added to what FSDP keeps, without a copy
         kept = StepTraffic(whole, "gather", copied=False)
         gathers: dict[Dimension, StepTraffic] = {"zero": kept}
-        dtype = min(job.dtypes, key=str)  # ranks iterate over a set in orders of their own
+        gathered = [
+            (fsdp2_rules.dtype_of(parameter), member.numel)
+            for one in members
+            for parameter, member in zip(one.group.fsdp_params, one.members, strict=True)
+        ]
+        dtype = main_dtype(gathered, gathered[0][0])
         session.measure(job.shard_group, dtype, total, gathers, only=ZERO)
     sums: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "scatter")}
     group = job.shard_group
     if job.replicas > 1:
         sums["dp"] = StepTraffic(tuple(-(-numel // size) for numel in numels), "sum")
         group = job.replica_group
-    dtype = fsdp2_gradients.reduce_dtype(members[0].group)
+    reduced = [
+        (fsdp2_gradients.reduce_dtype(one.group), one.numel(one.trained, size)) for one in members
+    ]
+    dtype = main_dtype(reduced, reduced[0][0])
     session.measure(group, dtype, total, sums, only=DP)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridcomp.nn.slices import KVCache, SlicedStage, SlicePipeline
@@ -79,6 +79,35 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
     for rank, result in enumerate(on_ranks(STAGES, against_the_whole, ignore, engine, frozen)):
         assert len(result) == 0 if rank in frozen else len(result) >= 12
         assert max(result, default=0.0) < 1e-12
+
+
+class Coded(nn.Module):
+    """A stage that begins with a frozen weight in integers, as a quantized base does."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+        self.stage = stage
+
+    def forward(self, values: Tensor, past: KVCache) -> Tensor:
+        out: Tensor = self.stage(values, past)
+        return out
+
+
+def of_codes() -> list[float]:
+    """Return the losses of a stage and of the same stage behind a weight in integers."""
+    losses = []
+    for wrap in (lambda stage: stage, Coded):
+        own = model(torch.float32)[dist.get_rank()]
+        loss = SlicedStage(wrap(own), SLICES, WIDTH, loss_of)(*batch())
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_weights_in_integers_are_no_dtype_of_hidden_states(on_ranks: RunRanks) -> None:
+    for plain, coded in on_ranks(STAGES, of_codes):
+        assert plain == coded
 
 
 def of_nothing() -> None:

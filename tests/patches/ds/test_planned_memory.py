@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -174,6 +175,26 @@ def test_the_plan_fits_and_is_near_the_fewest(module_ranks: RunRanks, share: flo
         assert choice.moves.peak <= limit and moves[1] <= limit and not differed
         assert bound <= choice.moves.gathered <= 1.05 * bound
         assert written and again, "a pass in another order is recorded anew"
+
+
+def test_of_several_dtypes_the_widest_is_planned_for() -> None:
+    """A quantized base may begin with weights in integers, before 16-bit ones."""
+    from hybridcomp.patches.ds.offload import planned_memory as planned
+
+    module = nn.ParameterList(
+        nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+        for dtype in (torch.int8, torch.bfloat16, torch.int8)
+    )
+    coordinator = SimpleNamespace(**{planned.PRIVATE + name: 0 for name in planned.SETTINGS})
+    offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
+    engine = SimpleNamespace(
+        device=torch.device("cpu"),
+        module=module,
+        optimizer=SimpleNamespace(parameter_offload=offload),
+    )
+    policy = SimpleNamespace(planned=True, device_gb=1.0, host_gb=None)
+    planned.attached(engine, SimpleNamespace(config=SimpleNamespace(memory=policy)))  # type: ignore[arg-type]
+    assert getattr(coordinator, planned.ATTRIBUTE).itemsize == 2
 
 
 def refused(policy: dict[str, Any]) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +16,6 @@ import hybridcomp
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import rules
-from hybridcomp.patches.torch.fsdp2 import rules as fsdp2_rules
 from hybridcomp.session.engine_session import EngineSession
 from tests.patches.torch.trainer import squares
 from tests.ranks import RunRanks
@@ -170,35 +166,37 @@ def test_frozen_weights_of_another_dtype_are_kept_beside_trained_ones(
     assert module_ranks(2, adapters) == [[True] * 3] * 2
 
 
-class Backwards(frozenset[torch.dtype]):
-    """A set that rank 1 iterates over the other way round, as processes do by their addresses."""
+class Begun(nn.Module):
+    """A model that begins with a few values of another dtype than all others, maybe integers."""
 
-    def __iter__(self) -> Iterator[torch.dtype]:
-        return iter(sorted(frozenset.__iter__(self), key=str, reverse=dist.get_rank() == 1))
-
-
-def measured() -> list[str]:
-    """Return the dtypes in which this rank measures messages of a model of two dtypes."""
-    job_of = fsdp2_rules.job_of
-
-    def made(model: nn.Module, groups: list[Any]) -> Any:
-        found = job_of(model, groups)
-        return replace(found, dtypes=Backwards(found.dtypes))
-
-    seen = patch.object(EngineSession, "measure", autospec=True)
-    with patch.object(fsdp2_rules, "job_of", made), seen as measure:
-        hybridcomp.detach(attach_quietly(fully_shard(seeded(Adapted))))
-    return [str(call.args[2]) for call in measure.call_args_list]
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        is_trained = dtype.is_floating_point
+        self.first = nn.Parameter(torch.zeros(WIDTH, 2, dtype=dtype), requires_grad=is_trained)
+        self.inner = nn.Linear(WIDTH, WIDTH)
 
 
-def attach_quietly(model: Any) -> Any:
-    hybridcomp.attach(model, {"zero": {"codec": "mpc"}, "min_bytes": 0})
-    return model
+def sharded(model: Begun) -> Any:
+    fully_shard(model.inner)
+    return fully_shard(model)
 
 
-def test_ranks_measure_in_the_same_dtype(module_ranks: RunRanks) -> None:
-    first, second = module_ranks(2, measured)
-    assert first == second and first[0] == "torch.bfloat16"
+def measured(dtype: torch.dtype) -> list[list[str]]:
+    """Return the dtypes in which messages of a model that begins with ``dtype`` are measured."""
+    found = []
+    for wrap in (sharded, DistributedDataParallel):
+        model = wrap(seeded(Begun, dtype))
+        with patch.object(EngineSession, "measure", autospec=True) as measure:
+            hybridcomp.attach(model, {"dp": {"codec": "mpc"}, "zero": "none", "min_bytes": 0})
+        hybridcomp.detach(model)
+        found.append([str(call.args[2]) for call in measure.call_args_list])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.bfloat16], ids=str)
+def test_the_dtype_of_most_values_is_measured(module_ranks: RunRanks, dtype: torch.dtype) -> None:
+    for found in module_ranks(2, measured, dtype):
+        assert found == [["torch.float32"] * 2, ["torch.float32"]]
 
 
 def test_complex_numbers_under_ddp_want_torch_213(monkeypatch: pytest.MonkeyPatch) -> None:
