@@ -176,7 +176,7 @@ def test_frozen_weights_of_another_dtype_are_kept_beside_trained_ones(
 def without_frozen() -> list[str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        trained(fully_shard(Linear(torch.float32)), {"zero": {"frozen": "host"}})
+        trained(fully_shard(seeded(Linear, torch.float32)), {"zero": {"frozen": "host"}})
     return [line for line in said.getvalue().splitlines() if NONE_KEPT in line]
 
 
