@@ -20,6 +20,8 @@ from hybridcomp.job.launcher import start_command
 OPTIONS = ("--deepspeed_config", "--deepspeed")
 #: module that only hybridcomp.run and ``install`` import, and the one that has attached models
 ARMING, ATTACHED = "hybridcomp.patches.registry", "hybridcomp.patches.torch.steps"
+#: module that records losses, and the one that holds a session of megatron-core
+RECORDING, PROCESS = "hybridcomp.patches.ds.record", "hybridcomp.session.process"
 
 
 def watch() -> None:
@@ -46,15 +48,22 @@ def _missing() -> Iterator[str]:
     """Yield warnings: in a job of several ranks about an unused block, in any about losses."""
     import torch.distributed as dist
 
-    attached = sys.modules.get(ATTACHED)
-    if ARMING in sys.modules or (attached is not None and attached.living()):
-        return
+    attached, record, process = map(sys.modules.get, (ATTACHED, RECORDING, PROCESS))
+    is_attached = attached is not None and bool(attached.living())
+    is_acting = ARMING in sys.modules or is_attached
+    has_other = is_attached or (process is not None and process.has_begun())
+    is_recorded = record is not None and record.has_recorded()
     if file := os.environ.get(RECORD):
-        yield (
-            f"WARNING: {RECORD}: nothing is written into {file}, as DeepSpeed engines are recorded "
-            f"under hybridcomp alone: start with {start_command()}, or call hybridcomp.install() "
-            "before the engine is built"
-        )
+        unwritten = f"WARNING: {RECORD}: nothing is written into {file}, as DeepSpeed engines are"
+        if has_other and not is_recorded:
+            yield f"{unwritten} recorded, and this one is another"
+        elif not is_acting:
+            yield (
+                f"{unwritten} recorded under hybridcomp alone: start with {start_command()}, or "
+                "call hybridcomp.install() before the engine is built"
+            )
+    if is_acting:
+        return
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     for place, file in _named(_words()) if several else ():
         if _has_block(file):

@@ -104,6 +104,7 @@ class Nodes:
         every = sorted({tuple(ranks) for statement in said for ranks in statement["groups"]})
         count = len(set(self.of_rank))
         notes: dict[str, None] = {}
+        used: set[int] = set()
         for ranks in every:
             found = arrange([[units[rank] for rank in ranks] for units in self.units])
             if isinstance(found, str):
@@ -112,6 +113,7 @@ class Nodes:
                 self._deep = True
                 self._rows[ranks] = [_of(ranks, row) for row in found.grid]
                 self._make(ranks, found)
+                used.update(found.levels)
                 levels = COUNTS.get(len(found.stages) + 1, f"{len(found.stages) + 1}")
                 way = _way(found, self._codecs(found), nodes=len(self.units) == 1)
                 notes[f"{levels} levels over {count} nodes (by {self.source}): {way}"] = None
@@ -122,6 +124,10 @@ class Nodes:
                 f"all ranks share one node (by {self.source}): nothing crosses a link between "
                 "nodes, so there is little to gain here; compressed between all ranks"
             ] = None
+        for level, codec in enumerate(self.codecs):
+            if codec is not None and level not in used:
+                why = "no group spans several units of its level in a regular grid"
+                notes[f"{codec.spec} in level {level + 1} of hierarchy does nothing: {why}"] = None
         return list(notes)
 
     def _codecs(self, found: Arrangement) -> tuple[Codec | None, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from hybridcomp.config.codec_settings import AtLeastOne, Positive, Strict
 from hybridcomp.config.error_messages import problem
@@ -67,6 +67,13 @@ class PublishConfig(Strict):
         "checkpoints. hf: Hugging Face's names and tensors, from megatron-core models of the "
         "families of Llama and GPT-2.",
     )
+
+    @model_validator(mode="after")
+    def _can_act(self) -> PublishConfig:
+        if self.wait and "limit_s" in self.model_fields_set:
+            todo = "with wait no version is written beside the training; remove it, or wait"
+            raise problem("limit_s", self.limit_s, todo)
+        return self
 
     @field_validator("to")
     @classmethod

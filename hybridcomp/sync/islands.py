@@ -100,6 +100,13 @@ def check_size(size: int, ranks: int) -> None:
         raise _alone(size)
 
 
+def check_outlier(above: float | None, islands: int) -> None:
+    """Raise ConfigError if ``outlier`` is set for too few islands to have a median."""
+    if above is not None and islands < 3:
+        todo = f"of {islands} islands either could be the outlier; have three or more, or remove it"
+        raise ConfigError("compression.sync.outlier", above, todo)
+
+
 def _alone(ranks: int) -> ConfigError:
     told = Shown(f"one island of {ranks} rank(s)")
     return ConfigError(KEY, told, "it has nobody to meet; write a smaller number of ranks")

@@ -13,6 +13,7 @@ from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.session.engine_session import EngineSession
 from hybridcomp.sync import IslandMeetings, Islands, JobMeetings, Masters, islands_of
+from hybridcomp.sync.islands import check_outlier
 
 KEY = "compression.sync"
 
@@ -49,6 +50,7 @@ def start(session: EngineSession, make: Callable[[], Masters], ranks: Ranks, tod
     islands = islands_in(config)
     if islands is None:
         return
+    check_outlier(config.sync.outlier, len(islands.rows))
     if tuple(sorted(ranks)) != tuple(sorted(islands.ranks)):
         own = f"the island of this rank is {list(islands.ranks)}"
         raise ConfigError(f"{KEY}.islands", Shown(f"ranks {list(ranks)}"), f"{own}; {todo}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import EngineWeights
 
@@ -22,6 +23,8 @@ WAYS = (ALONE, MERGED)
 PREFIX = "base_model.model."
 #: a tensor of an adapter: its prefix, which matrix of the pair it is, and the adapter's name
 ADAPTER = re.compile(r"(.*\.lora_(?:A|B|embedding_A|embedding_B))\.([^.]+)(\.weight)?")
+#: further weights that PEFT trains: a vector of DoRA, a bias of ``lora_B``, rows of an embedding
+OTHER = re.compile(r"\.(modules_to_save|lora_[^.]*|trainable_tokens_delta)\.")
 BASE = ".base_layer."
 
 
@@ -41,18 +44,25 @@ def adapted(weights: EngineWeights, way: str | None) -> EngineWeights:
     if len(adapters) != 1:
         shown = Shown(f"adapters {', '.join(adapters)}" if adapters else "a model without adapters")
         raise ConfigError(KEY, shown, "expected one adapter of PEFT's LoRA; leave it out")
-    further = sorted(
-        name for name in weights.shapes
-        if ".modules_to_save." in name or ".lora_magnitude_vector." in name
-    )  # fmt: skip
-    if further:
+    further = [name for name in weights.shapes if name not in found and OTHER.search(name)]
+    if further := sorted(further):
         todo = "neither adapters alone nor merged values are what it computes with; leave it out"
         raise ConfigError(KEY, Shown(further[0]), todo)
     if way == ALONE:
+        _refuse_trained(weights, set(found))
         return _renamed(
             weights, {name: match[1] + (match[3] or "") for name, match in found.items()}
         )
     return _merged(weights, adapters[0], set(found))
+
+
+def _refuse_trained(weights: EngineWeights, adapters: set[str]) -> None:
+    """Refuse adapters alone if the base trains, too, as with ``LoraConfig(bias="lora_only")``."""
+    root = weights.module()
+    every = {} if root is None else {plain_name(n): p for n, p in root.named_parameters()}
+    if trained := sorted(n for n, p in every.items() if p.requires_grad and n not in adapters):
+        todo = "it trains, and adapters alone would leave it out; write merged, or leave it out"
+        raise ConfigError(KEY, Shown(trained[0]), todo)
 
 
 def _renamed(weights: EngineWeights, names: dict[str, str]) -> EngineWeights:

@@ -27,7 +27,7 @@ from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.patches.common import trained_set
 from hybridcomp.patches.common.frozen_layers import Frozen, frozen_of
 from hybridcomp.patches.common.stepped_parts import FlatFragment, SteppedParts, unfit
-from hybridcomp.patches.ds.job_facts import SLICED_STAGE
+from hybridcomp.patches.ds.job_facts import SLICED_STAGE, is_a
 from hybridcomp.patches.ds.pipeline import frozen_stages
 from hybridcomp.patches.ds.pipeline.pipe import PIPE
 from hybridcomp.patches.ds.pipeline.pipeline import is_dualpipev
@@ -82,7 +82,7 @@ class EngineLayers:
             return "a pipeline with a schedule of its own", ANEW
         if any(name.startswith("tied_modules.") for name in self.named):
             return "layers that stages share (TiedLayerSpec)", ANEW
-        if any(type(module).__name__ == SLICED_STAGE for module in engine.module.modules()):
+        if any(is_a(module, SLICED_STAGE) for module in engine.module.modules()):
             return "token slices", ANEW
         if self.channels is not None and self.channels.config.sync.acts:
             return "islands", "they meet with the parameters that trained when they began"

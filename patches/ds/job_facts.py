@@ -54,6 +54,16 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
     }
 
 
+def is_a(module: Any, *names: str) -> bool:
+    """Return whether the class of ``module``, or a base of it, has one of ``names``."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+def comes_from(module: Any, home: str) -> bool:
+    """Return whether the class of ``module``, or a base of it, is of the package ``home``."""
+    return any(cls.__module__.startswith(home) for cls in type(module).__mro__)
+
+
 def compile_locks() -> Iterator[str]:
     """Yield a notice for each lock of a compilation of DeepSpeed's operations by torch.
 
@@ -71,7 +81,7 @@ def layout(engine: Any) -> dict[str, int | None]:
     stages = getattr(engine, "num_stages", None)  # only PipelineEngine has it
     if stages is None:
         stages = next((module.count for module in engine.module.modules()
-                       if type(module).__name__ == SLICED_STAGE), None)  # fmt: skip
+                       if is_a(module, SLICED_STAGE)), None)  # fmt: skip
     experts = getattr(engine, "expert_data_parallel_group", None) or {}
     ring, mesh = _own_cuts(engine.module)
     return {
@@ -94,9 +104,9 @@ def _own_cuts(model: Any) -> tuple[int, int]:
     """Return the ranks of a model's rings, and the ranks on a side of its meshes; 1 if none."""
     ring = mesh = 1
     for module in model.modules():
-        if type(module).__name__ == RING:
+        if is_a(module, RING):
             ring = max(ring, dist.get_world_size(module.group))
-        elif type(module).__module__.startswith(MESH_LAYERS):
+        elif comes_from(module, MESH_LAYERS):
             mesh = int(module.mesh.q)
     return ring, mesh
 

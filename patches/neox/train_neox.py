@@ -72,7 +72,7 @@ def prepare(checkout: Path) -> None:
 
 def on_cpu() -> bool:
     """Return whether this run is a trial on CPUs."""
-    return os.environ.get("HYBRIDCOMP_NEOX_CPU") == "1"
+    return os.environ.get("HYBRIDCOMP_NEOX_CPU", "0") not in ("", "0")
 
 
 def work(checkout: Path) -> None:

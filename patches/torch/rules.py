@@ -52,7 +52,9 @@ def elsewhere(
 
 def has_ring(model: Any) -> bool:
     """Return whether layers of ``model`` split sequences over ranks."""
-    return any(type(layer).__name__ == "RingAttention" for layer in model.modules())
+    return any(
+        cls.__name__ == "RingAttention" for layer in model.modules() for cls in type(layer).__mro__
+    )
 
 
 def _has_tensor_parallel(model: Any) -> bool:

@@ -12,6 +12,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,6 +90,19 @@ def test_a_job_without_hybridcomp_gets_a_warning_once(on_ranks: RunRanks, tmp_pa
     for (name, (*_, warning)), output in zip(CASES.items(), outputs, strict=True):
         expected = warning.replace("FILE", str(tmp_path / name))
         assert output.count(expected) == 1 if warning else output == "", name
+
+
+def test_a_file_for_losses_that_an_attached_model_leaves_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HYBRIDCOMP_RECORD", "x.jsonl")
+    monkeypatch.setitem(sys.modules, missing_run.ATTACHED, Mock(living=lambda: [1]))
+    recording = Mock(has_recorded=lambda: False)
+    monkeypatch.setitem(sys.modules, missing_run.RECORDING, recording)
+    (said,) = missing_run._missing()
+    assert "nothing is written into x.jsonl, as DeepSpeed engines are recorded, and this" in said
+    recording.has_recorded = lambda: True
+    assert list(missing_run._missing()) == []
 
 
 def test_torch_calls_it() -> None:

@@ -15,6 +15,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import DIRECTIONS
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard
 from hybridcomp.nn.context import blocks
+from hybridcomp.patches.torch import rules
 from hybridcomp.session import process
 from tests.nn.dense import Case, inputs, whole
 from tests.nn.test_ring import errors, with_block
@@ -326,3 +327,13 @@ def test_the_rotation_of_torch(on_ranks: RunRanks) -> None:
         assert none == (native[0], messages, messages)
         assert lossless == (native[0], messages, 0)
         assert lossy[1:] == (messages, 0) and 1e-4 < max(lossy[0]) <= 3e-2
+
+
+class OwnRing(RingAttention):
+    """A ring that a user derives."""
+
+
+def test_a_ring_of_a_derived_class_cuts_a_sequence() -> None:
+    """Else DDP and fully_shard would refuse cp, and advise the class that is there."""
+    assert rules.has_ring(torch.nn.Sequential(OwnRing()))
+    assert not rules.has_ring(torch.nn.Sequential(torch.nn.Linear(2, 2)))

@@ -32,6 +32,7 @@ STEPS = 6
         ({"to": "file://host/x"}, "expected a folder, file:///folder"),
         ({"to": "file:///x#1"}, "write %3F and %23"),
         ({"to": "/x", "every": 0}, "compression.publish.every: found 0"),
+        ({"to": "/x", "wait": True, "limit_s": 5}, "compression.publish.limit_s: found 5"),
         ({"to": "/x", "anchor": 3}, "did you mean 'anchor_every'?"),
         ({"to": "/x", "dtype": "fp32"}, "compression.publish.dtype: found"),
     ],

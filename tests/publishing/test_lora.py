@@ -77,6 +77,8 @@ def made(kind: str, adapters: tuple[str, ...] = ("default",)) -> Any:
     model = nn.Module()
     model.base_model = nn.Module()
     model.base_model.model = Net(Adapted(adapters).to(BF16))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
     model.forward = model.base_model.model.forward
     return model
 
@@ -145,17 +147,25 @@ def refused(folder: Path) -> list[str]:
     dora = made("names")
     dora.base_model.model.q_proj.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(2, 2)})
     attempt(DistributedDataParallel(dora), "merged")
+    biased = made("names")  # LoraConfig(lora_bias=True)
+    biased.base_model.model.q_proj.lora_B["default"].bias = nn.Parameter(torch.zeros(6))
+    attempt(DistributedDataParallel(biased), "merged")
+    bases = made("names")  # LoraConfig(bias="lora_only")
+    bases.base_model.model.q_proj.base_layer.bias.requires_grad_()
+    attempt(DistributedDataParallel(bases), "adapters")
     return told
 
 
 def test_what_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
-    for none, two, other, cut, saved, dora in on_ranks(2, refused, tmp_path):
+    for none, two, other, cut, saved, dora, biased, bases in on_ranks(2, refused, tmp_path):
         assert "publish.lora: found a model without adapters" in none
         assert "found adapters one, two; expected one adapter" in two
         assert "expected one of adapters, merged" in other
         assert "the base is cut among the ranks" in cut
         assert "modules_to_save.default" in saved
         assert "lora_magnitude_vector.default.bias; neither adapters alone nor" in dora
+        assert "found base_model.model.q_proj.lora_B.default.bias; neither" in biased
+        assert "found base_model.model.q_proj.base_layer.bias; it trains, and" in bases
     with pytest.raises(PublishError, match="publish.lora: merged.* or load adapters alone"):
         refuse_configuration(None, {f"{PREFIX}lora_A.weight": (2, 8)}, ())
 

@@ -250,6 +250,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r'sync.islands: found .node.; all ranks .* write "islands": 1, the',
     ),
     "none to meet": ({"islands": 2}, r"sync.islands: found one island of 2 rank"),
+    "no median": (
+        {"islands": 1, "outlier": 4.0},
+        r"sync.outlier: found 4.0; of 2 islands either could be",
+    ),
     "no divisor": ({"islands": 3}, r"sync.islands: found 3; the job has 2 ranks, no multiple"),
 }
 

@@ -16,6 +16,8 @@ from hybridcomp.codecs.blockint import BlockInt
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.config.parameter import FrozenConfig
 
+#: said where the block keeps frozen weights and the model has none to keep
+NONE_KEPT = "zero: no frozen parameter is gathered, so none is kept"
 #: number of flags in the word that ranks exchange; the sign bit is unused
 FLAGS = 62
 #: shares of up to so many values are hashed together: a call costs as much as half a megabyte more

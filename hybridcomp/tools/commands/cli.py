@@ -180,7 +180,7 @@ def _add_pays(parser: argparse.ArgumentParser) -> None:
         help="that share a message; with a hierarchy: nodes (of the file, else 8)")  # fmt: skip
     add("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO (of the file, else 1)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of messages (of the file, else bf16)")
-    add("--device", choices=("cpu", "gpu"), default="gpu", help="what runs the codecs (gpu)")
+    add("--device", choices=("cpu", "gpu"), help="what runs the codecs (gpu)")
     add("--codec-gbs", type=float, metavar="GB/s", help="speed of the codecs on your device")
     add("--cluster", type=Path, metavar="FILE",
         help="take the speeds of codecs that hybridcomp measure has written there")  # fmt: skip

@@ -101,17 +101,22 @@ def _check(options: argparse.Namespace) -> None:
     if 0 < len(lacking) < len(figures):
         todo = "a step is estimated from --parameters, --compute and --link together; give all"
         raise ConfigError(", ".join(lacking), None, todo)
+    for name in ("micro_batches", "frozen"):
+        if lacking and (found := getattr(options, name)):
+            todo = f"only the estimate of a step reads it; add {', '.join(lacking)}"
+            raise ConfigError(f"--{name.replace('_', '-')}", found, todo)
 
 
 def _device(options: argparse.Namespace, codecs: Iterable[Codec], dtype: torch.dtype) -> Coder:
     """Return the codecs' speeds: the option's, else a measured cluster's, else the documented."""
-    if options.cluster is not None and options.codec_gbs is not None:
-        todo = "--cluster has the measured speeds; give one of the two"
-        raise ConfigError("--codec-gbs", options.codec_gbs, todo)
+    for name in ("codec_gbs", "device"):
+        if options.cluster is not None and (found := getattr(options, name)) is not None:
+            todo = "--cluster has the measured speeds; give one of the two"
+            raise ConfigError(f"--{name.replace('_', '-')}", found, todo)
     if options.cluster is not None:
         cluster = cluster_file.read(options.cluster)
         return measured(cluster, codecs, dtype, documented("cpu" if cluster.on_cpu else "gpu"))
-    device = documented(options.device)
+    device = documented(options.device or "gpu")
     if options.codec_gbs is None:
         return device
     speeds = dict.fromkeys(device.speeds, options.codec_gbs)

@@ -23,7 +23,7 @@ from hybridcomp.patches.rules import neox as neox_rules
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_pipeline import Stages
 from hybridcomp.patches.rules.planned import hold_to_plan
-from hybridcomp.sync.islands import check_size
+from hybridcomp.sync.islands import check_outlier, check_size
 from hybridcomp.tools.commands import link_picture, memory
 from hybridcomp.tools.commands.job_files import ACCUMULATION, ADD, JobFile, Whose, read_job_file
 from hybridcomp.tools.plan import bits_between
@@ -103,6 +103,7 @@ def lines(
         check_widths(block.widths, world_size)
         if isinstance(block.sync.islands, int) and block.sync.acts:
             check_size(block.sync.islands, world_size)
+            check_outlier(block.sync.outlier, world_size // block.sync.islands)
         if found.leaves_accumulation:
             split = memory.split_of(found, job or memory.JobSize(1, world_size))
             found = found.among(world_size // split)

@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--launch", action="store_true", help="train first; a command follows after --")
     add("--candidate", action="append", default=[], metavar="[NAME=]BLOCK",
         help="with --launch: a preset, a JSON file, or JSON")  # fmt: skip
-    add("--seeds", type=int, nargs="+", default=[0], help="with --launch (0)")
+    add("--seeds", type=int, nargs="+", help="with --launch (0)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,8 +94,9 @@ def run(options: argparse.Namespace) -> int:
     wishes = wishes_of(options)
     if options.launch:
         options.runs = train(options, wishes)
-    elif options.candidate:
-        raise CompareError("--candidate: found no --launch; name finished runs, or add --launch")
+    elif options.candidate or options.seeds:
+        name = "--candidate" if options.candidate else "--seeds"
+        raise CompareError(f"{name}: found no --launch; name finished runs, or add --launch")
     if len(options.runs) < 2:
         raise CompareError(f"found {len(options.runs)} runs; give a baseline and at least one run")
     compare_runs(options.runs, wishes)
@@ -123,8 +124,8 @@ def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
     group = wishes.group or wishes.out.name
     return launch.train(
         launch.RunPlan(
-            options.runs, {launch.BASELINE: None, **blocks}, options.seeds, wishes.out, project,
-            group,
+            options.runs, {launch.BASELINE: None, **blocks}, options.seeds or [0], wishes.out,
+            project, group,
         )
     )  # fmt: skip
 

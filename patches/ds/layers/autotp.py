@@ -24,7 +24,7 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_all_reduce,
 )
 from hybridcomp.patches.common.routes import make_backward, make_stand_in
-from hybridcomp.patches.ds.job_facts import DOMINO
+from hybridcomp.patches.ds.job_facts import DOMINO, comes_from
 from hybridcomp.patches.ds.layers.layer_scope import (
     TENSOR,
     make_call,
@@ -79,9 +79,7 @@ def attached(engine: Any, channels: Channels) -> None:
     """Tag the layers of an engine. Raises ConfigError if Domino would bypass ``tp``."""
     tag(engine, channels)
     domino = {
-        type(module).__name__
-        for module in engine.module.modules()
-        if type(module).__module__.startswith(DOMINO)
+        type(module).__name__ for module in engine.module.modules() if comes_from(module, DOMINO)
     }
     if domino:
         reason = "Domino's layers reduce in a module of their own"

@@ -26,6 +26,7 @@ from torch import Tensor
 from hybridcomp.channels import ATTRIBUTE, AllToAll, Channel, Channels, channels_of
 from hybridcomp.dimensions import Direction
 from hybridcomp.patches.common.scope import Scope
+from hybridcomp.patches.ds.job_facts import is_a
 from hybridcomp.patches.ds.layers.layer_scope import refuse
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.around import around
@@ -137,7 +138,7 @@ def switch(ours: Any, original: Any) -> type:
 def attached(engine: Any, channels: Channels) -> None:
     """Tag the MoE layers of an engine. Raises ConfigError if DeepEP would bypass ``ep``."""
     for name, module in engine.module.named_modules():
-        if type(module).__name__ not in ("MOELayer", "AutoEPMoELayer"):
+        if not is_a(module, "MOELayer", "AutoEPMoELayer"):
             continue
         setattr(module, ATTRIBUTE, channels)
         if getattr(module, "comm_backend", None) == "deepep" and module.ep_size > 1:

@@ -28,6 +28,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.dimensions import Direction
 from hybridcomp.patches.common.collective_wrappers import make_all_to_all_single
 from hybridcomp.patches.common.routes import SENDER, Sender, make_backward, make_stand_in
+from hybridcomp.patches.ds.job_facts import comes_from
 from hybridcomp.patches.ds.layers.layer_scope import (
     SEQUENCE,
     make_call,
@@ -117,7 +118,7 @@ def make_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def attached(engine: Any, channels: Channels) -> None:
     """Raise ConfigError if FPDT would bypass ``cp``. ``autotp`` has tagged the layers."""
-    if any(type(module).__module__ == FPDT for module in engine.module.modules()):
+    if any(comes_from(module, FPDT) for module in engine.module.modules()):
         reason = "FPDT exchanges chunks in functions of its own"
         refuse(channels, "cp", "FPDT_Attention", reason, "use DistributedAttention")
 

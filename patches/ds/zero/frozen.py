@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import Channel, Channels, native_nbytes
-from hybridcomp.channels.messages.kept_weights import KeptWeights, changed_anywhere, hashes_of
+from hybridcomp.channels.messages.kept_weights import (
+    NONE_KEPT,
+    KeptWeights,
+    changed_anywhere,
+    hashes_of,
+)
 from hybridcomp.config.parameter import FrozenConfig
 from hybridcomp.job.devices import default_device
 from hybridcomp.job.gates import gate
@@ -252,7 +257,7 @@ def attached(engine: Any, channels: Channels) -> None:
     """Keep the frozen weights of an engine from their first gather on."""
     leave(engine)
     if channels.config.zero.keeps_frozen is not None and not keep(engine, channels):
-        say("zero: no parameter is frozen, so none is kept")
+        say(NONE_KEPT)
 
 
 def keep(engine: Any, channels: Channels) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridcomp.autotune.trials import StepTraffic, main_dtype
+from hybridcomp.channels.messages.kept_weights import NONE_KEPT
 from hybridcomp.collectives.topology import machines
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Dimension
@@ -102,6 +103,8 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
         for place in set(range(len(one.members))) - set(one.trained):
             member, dtype = one.members[place], fsdp2_rules.dtype_of(one.group.fsdp_params[place])
             session.channels.frozen_numels[dtype, member.numel == member.rows] += member.numel
+    if block.zero.keeps_frozen is not None and not session.channels.frozen_numels:
+        session.say(NONE_KEPT)
     session.place(job.process_groups, of_user=True)
     _measure(session, job, members)
     session.warn(job.dtypes)

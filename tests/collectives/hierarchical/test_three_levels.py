@@ -329,7 +329,7 @@ def test_nothing_is_lost() -> None:
 def _of_parts() -> list[Any]:
     """Use groups inside one site, over sites with one rank per node, and inside one node."""
     me = dist.get_rank()
-    nodes = discover([2, 2])
+    nodes = discover([2, 2, 2], (None, None, make_codec("bf16")))
     groups = [(0, 1, 2, 3), (4, 6), (5, 7), (0, 2, 4, 6), (1, 3, 5, 7)]
     said = nodes.prepare([group for group in groups if me in group])
     found = []
@@ -351,7 +351,10 @@ def test_groups_that_are_parts_of_the_job(on_ranks: RunRanks) -> None:
     (said, found), (_, last) = results[0], results[7]
     assert said == [
         "two levels over 4 nodes (by compression.hierarchy): native among 2 ranks, encoded between "
-        "2 units of 2 ranks, quantized twice at most"
+        "2 units of 2 ranks, quantized twice at most",
+        # all eight ranks are in one unit of the third level
+        "bf16 in level 3 of hierarchy does nothing: no group spans several units of its level in a "
+        "regular grid",
     ]
     assert found == [
         ((0, 1, 2, 3), [2, 3], ((2, 2), [2]), 6.0),

@@ -82,7 +82,8 @@ class Fake(torch.nn.Module):
 
 def fake(module: str) -> Any:
     kind = type("Layer", (Fake,), {"__module__": module})
-    return SimpleNamespace(module=torch.nn.Sequential(kind()))
+    own = type("Own", (kind,), {})  # as a user derives one
+    return SimpleNamespace(module=torch.nn.Sequential(own()))
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,15 @@ class AutoEPMoELayer(torch.nn.Module):
         self.comm_backend, self.ep_size = comm_backend, ep_size
 
 
+class Own(AutoEPMoELayer):
+    """A layer that a user derives."""
+
+
 @pytest.mark.parametrize("way", ["error", "native"])
 def test_deepep(way: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     channels = Channels(CompressionConfig.parse({"ep": "mpc", "on_unsupported": way}))
-    for harmless in (AutoEPMoELayer("comm", 2), AutoEPMoELayer("deepep", 1)):
+    for harmless in (AutoEPMoELayer("comm", 2), AutoEPMoELayer("deepep", 1), Own("comm", 2)):
         engine = SimpleNamespace(module=torch.nn.Sequential(harmless))
         moe.attached(engine, channels)
         assert channels_of(harmless) is channels

@@ -247,3 +247,17 @@ def test_the_extra_brings_what_the_checkout_imports() -> None:
         "pyyaml",
         "requests",
     }
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [("1", True), ("true", True), ("0", False), ("", False), (None, False)]
+)
+def test_any_word_but_0_asks_for_cpus(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, found: bool
+) -> None:
+    from hybridcomp.patches.neox import train_neox
+
+    monkeypatch.delenv("HYBRIDCOMP_NEOX_CPU", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HYBRIDCOMP_NEOX_CPU", value)
+    assert train_neox.on_cpu() is found

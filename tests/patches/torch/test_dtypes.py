@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
+from hybridcomp.channels.messages.kept_weights import NONE_KEPT
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import rules
@@ -164,6 +167,17 @@ def test_frozen_weights_of_another_dtype_are_kept_beside_trained_ones(
     module_ranks: RunRanks,
 ) -> None:
     assert module_ranks(2, adapters) == [[True] * 3] * 2
+
+
+def without_frozen() -> list[str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        trained(fully_shard(seeded(Linear, torch.float32)), {"zero": {"frozen": "host"}})
+    return [line for line in said.getvalue().splitlines() if NONE_KEPT in line]
+
+
+def test_a_model_that_keeps_no_frozen_weight_says_so(module_ranks: RunRanks) -> None:
+    assert module_ranks(2, without_frozen) == [[f"[hybridcomp] {NONE_KEPT}"], []]
 
 
 class Begun(nn.Module):

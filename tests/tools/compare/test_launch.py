@@ -151,7 +151,8 @@ def test_blocks(tmp_path: Path) -> None:
     [
         (["--launch", "--candidate", "zhybrid"], "then -- and a command"),
         (["--launch", "--", "deepspeed", "x.py"], "at least one --candidate"),
-        (["a", "b", "--candidate", "zhybrid"], "found no --launch"),
+        (["a", "b", "--candidate", "zhybrid"], "--candidate: found no --launch"),
+        (["a", "b", "--seeds", "1", "2"], "--seeds: found no --launch"),
         (["--launch", "--candidate", "zhybrid", "--", "no-such-command", "x.py"], "no such comm"),
         (
             ["--launch", "--candidate", "zhybrid", "--seeds", "0", "1", "--", "python3", "x.py"],

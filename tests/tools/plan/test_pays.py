@@ -91,8 +91,14 @@ def test_speeds_that_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{by_hand.pays_below / 1e9:.3g}" in line
     assert cli.main(["pays", "naive-zfp", "--cluster", str(path)]) == 2
     assert "no figure for zfp(rate=" in capsys.readouterr().err
-    assert cli.main(["pays", "--cluster", str(path), "--codec-gbs", "2"]) == 2
-    assert "--codec-gbs: found 2.0; --cluster has the measured" in capsys.readouterr().err
+    for option, value, shown in (("--codec-gbs", "2", "2.0"), ("--device", "cpu", "'cpu'")):
+        assert cli.main(["pays", "--cluster", str(path), option, value]) == 2
+        told = f"{option}: found {shown}; --cluster has the measured"
+        assert told in capsys.readouterr().err
+    for option, value in (("--micro-batches", "8"), ("--frozen", "0.5")):
+        assert cli.main(["pays", option, value]) == 2
+        told = "only the estimate of a step reads it; add --parameters, --compute, --link"
+        assert told in capsys.readouterr().err
 
 
 def test_steps_are_as_fast_as_the_instructions_at_hand() -> None:

@@ -32,6 +32,8 @@ from hybridcomp.tools.plan.search.search import search
 
 #: plans in the table and the picture
 SHOWN = 10
+#: options that act with ``--jobs`` alone, and their defaults
+OF_JOBS = {"replay": False, "now": 0.0, "scheduler": "plain"}
 PICTURE, LINKS, FOUND = "plan.png", "links.svg", "plans.json"
 
 
@@ -157,6 +159,9 @@ def _look(options: argparse.Namespace) -> None:
         raise ConfigError("--try", "no command", NO_COMMAND)
     if options.plan is not None:
         raise ConfigError("--plan", str(options.plan), "goes with --check RUN")
+    for name, usual in OF_JOBS.items():
+        if (found := getattr(options, name)) != usual:
+            raise ConfigError(f"--{name}", found, "goes with --jobs FILE")
     if options.out.exists() and not options.out.is_dir():
         raise ConfigError("--out", str(options.out), "expected a folder, and it is a file")
 
