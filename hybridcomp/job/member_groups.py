@@ -9,6 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.job.agreement import next_number, start
+from hybridcomp.job.gates import PerJob
+
+_shared: PerJob[dict[tuple[int, ...], dist.ProcessGroup]] = PerJob(dict)
 
 
 def new_member_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
@@ -27,6 +30,18 @@ def new_member_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
             list(ranks), use_local_synchronization=True, **options
         )
     return group
+
+
+def shared_member_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """Return one group of ``ranks`` for all callers; the first call makes it as above.
+
+    For engines and publishers: a job may make any number of them, and a group has threads and
+    sockets until the default group is destroyed.
+    """
+    made, members = _shared.here, tuple(sorted(ranks))
+    if members not in made:
+        made[members] = new_member_group(members, **options)
+    return made[members]
 
 
 @contextlib.contextmanager

@@ -412,7 +412,7 @@ class Publisher:
 def _before_optimizers(publisher: Publisher) -> Any:
     """Make steps of torch's optimizers in this process wait for the publisher's copy.
 
-    Returns a handle whose ``remove`` ends this.
+    Returns a handle whose ``remove`` ends this; so does deleting the publisher.
     """
     known = weakref.ref(publisher)
 
@@ -421,4 +421,6 @@ def _before_optimizers(publisher: Publisher) -> Any:
             found.copied()
 
     disable: Any = torch.compiler.disable  # the hook must not be part of a compiled step
-    return register_optimizer_step_pre_hook(disable(before))
+    hook = register_optimizer_step_pre_hook(disable(before))
+    weakref.finalize(publisher, hook.remove).atexit = False
+    return hook

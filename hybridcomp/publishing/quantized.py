@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.job import saved, small_messages
 from hybridcomp.job.devices import default_device
-from hybridcomp.job.member_groups import new_member_group
+from hybridcomp.job.member_groups import shared_member_group
 from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import (
     DTYPES,
@@ -221,7 +221,7 @@ class Quantizer:
             todo = "no matrix of this model is one that engines quantize; leave it out"
             raise ConfigError(KEY, self._form, todo)
         if len(self._ranks) < dist.get_world_size() and self._group is None:
-            self._group = new_member_group(self._ranks)
+            self._group = shared_member_group(self._ranks)
 
     def measure(self) -> None:
         """Find the largest magnitude of each block, over all ranks; a collective."""

@@ -36,7 +36,7 @@ from hybridcomp.patches.ds import (
     trained_set,
     weights,
 )
-from hybridcomp.patches.ds.job_facts import Z0_SCALER, loss_scale
+from hybridcomp.patches.ds.job_facts import GATHERED, Z0_SCALER, loss_scale
 from hybridcomp.patches.ds.layers import layer_scope, sparse_rows
 from hybridcomp.patches.ds.offload import nvme
 from hybridcomp.patches.ds.pipeline.pipe import PIPE, Pipe, close
@@ -311,6 +311,23 @@ def make_destroy(original: Any, self: Any) -> None:
         session.close()
         session.channels.residuals.clear()
         session.channels.node_sums.drop()
+        step_begins.stop(session)
+        vars(self).pop(GATHERED, None)
+        _free_copies(self, session.channels)
+
+
+def _free_copies(engine: Any, channels: Channels) -> None:
+    """Free the kept weights of a destroyed engine.
+
+    Python may destroy it a second time on collecting it, when a later engine has the model.
+    """
+    parameters = list(engine.module.parameters())
+    for kept, leave in (
+        (frozen.weights_of(parameters), frozen.leave),
+        (secondary.copies_of(parameters), secondary.leave),
+    ):
+        if kept is not None and kept.channel is channels["zero"]:
+            leave(engine)
 
 
 PATCHES = (

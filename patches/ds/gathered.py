@@ -23,10 +23,9 @@ from hybridcomp.generation.gathered import CutWeight, WeightGather
 from hybridcomp.generation.rolling_out import WHAT, rolling_out, without_hooks
 from hybridcomp.job.parameter_names import named_once
 from hybridcomp.patches.ds import island_unit
+from hybridcomp.patches.ds.job_facts import GATHERED
 from hybridcomp.patches.ds.zero.partitions import filled
 
-#: attribute of an engine: its ``WeightGather``
-ATTRIBUTE = "_hybridcomp_gathered"
 PIPELINE = (
     "its ranks hold stages, so that no rank computes with all weights; sample with "
     "hybridcomp.generate"
@@ -56,7 +55,7 @@ def _gather_of(engine: Any, whole_job: bool) -> WeightGather | None:
     if engine.zero_optimization_stage() < 3:
         return None
     weights = [_cut(name, one) for name, one in named_once(engine.module)[0].items()]
-    found: WeightGather | None = getattr(engine, ATTRIBUTE, None)
+    found: WeightGather | None = getattr(engine, GATHERED, None)
     if found is None or not found.matches(weights):
         channels = channels_of(engine)
         found = WeightGather(
@@ -64,7 +63,7 @@ def _gather_of(engine: Any, whole_job: bool) -> WeightGather | None:
             None if channels is None else channels["zero"],
             None if channels is None else channels.config.gathered, whole_job=whole_job,
         )  # fmt: skip
-        setattr(engine, ATTRIBUTE, found)
+        setattr(engine, GATHERED, found)
     return found
 
 

@@ -22,7 +22,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
-from hybridcomp.job.member_groups import new_member_group
+from hybridcomp.job.member_groups import shared_member_group
 from hybridcomp.job.parameter_names import named_once
 from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.ds.zero import partitions
@@ -45,9 +45,9 @@ class IslandUnit:
     """An ``mpu`` whose data-parallel group is an island."""
 
     def __init__(self, islands: Islands) -> None:
-        """Make a group of this rank alone."""
+        """Take the group of this rank alone, too."""
         self.islands = islands
-        self._alone: dist.ProcessGroup = new_member_group(
+        self._alone: dist.ProcessGroup = shared_member_group(
             [dist.get_rank()], timeout=peer_liveness.time_limit()
         )
 

@@ -25,6 +25,8 @@ SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAtte
 RING = "RingAttention"
 #: attribute of an engine: torch's loss scaler, used at stage 0 with fp16 by torch.autocast
 Z0_SCALER = "torch_autocast_z0_gradscaler"
+#: attribute of an engine: its ``WeightGather``, of a module that few jobs import
+GATHERED = "_hybridcomp_gathered"
 #: package of hybridcomp's layers that are sharded over a mesh
 MESH_LAYERS = "hybridcomp.nn.tp2d"
 #: class of hybridcomp's pipeline stages over token slices

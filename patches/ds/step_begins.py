@@ -18,8 +18,7 @@ def watch(engine: Any, session: EngineSession) -> None:
     start: if a module trains in eval mode, a step begins where the previous one ended. A second
     call, after a load, replaces the hook of the first.
     """
-    if (before := vars(session).get(HOOK)) is not None:
-        before.remove()
+    stop(session)
 
     def begins(module: Any, *_: Any) -> None:
         if module.training and not session.begin_step():
@@ -27,3 +26,9 @@ def watch(engine: Any, session: EngineSession) -> None:
 
     hook = engine.module.register_forward_pre_hook(begins)
     setattr(session, HOOK, hook)
+
+
+def stop(session: EngineSession) -> None:
+    """Remove the hook: the model may get another engine."""
+    if (hook := vars(session).get(HOOK)) is not None:
+        hook.remove()

@@ -55,6 +55,7 @@ def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.Proce
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     size = dist.get_world_size(group)
     if size > 1 and tensor.numel() % size:
-        say_once(f"pp: scatter_gather cannot cut {tensor.numel()} values for {size} tensor ranks")
+        # not the length itself: variable lengths would print a line each
+        say_once(f"pp: scatter_gather cuts no message whose length is no multiple of {size}")
         return None
     return group if size > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hybridcomp.publishing import Held, Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import Folder
@@ -97,6 +99,22 @@ def held_up(folder: Path) -> list[Any]:
 
 def test_an_optimizer_waits_for_the_copy_alone(on_ranks: RunRanks, tmp_path: Path) -> None:
     assert on_ranks(2, held_up, tmp_path) == [[True, True, True]] * 2
+
+
+def dropped(folder: Path) -> int:
+    """Drop publishers that were not closed; return how many optimizer hooks they have left."""
+    before = len(_global_optimizer_pre_hooks)
+    for number in range(2):
+        publisher = Weights().publisher(Folder(folder / str(number)))
+        publisher.publish(wait=False)
+        publisher.finish()
+        del publisher
+        gc.collect()
+    return len(_global_optimizer_pre_hooks) - before
+
+
+def test_a_dropped_publisher_leaves_no_hook(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, dropped, tmp_path) == [0, 0]
 
 
 def room_made(folder: Path, is_ended: bool) -> list[Any]:

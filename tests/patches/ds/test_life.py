@@ -11,11 +11,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
+import hybridcomp
 from hybridcomp.channels import Channels, channels_of
-from hybridcomp.patches.ds.job_facts import compile_locks
+from hybridcomp.patches.ds.island_unit import IslandUnit
+from hybridcomp.patches.ds.job_facts import GATHERED, compile_locks
 from hybridcomp.patches.ds.step_ends import LATE, at_the_end, make_step
 from hybridcomp.patches.ds.zero import frozen, secondary
+from hybridcomp.publishing.quantized import Quantizer
+from hybridcomp.publishing.weights import FP8
 from hybridcomp.session import process
 from tests.ranks import run_ranks
 from tests.training.trainer import Job, Tiny, make_engine, train_step
@@ -98,11 +103,12 @@ def test_destroyed_engines_are_gone(tmp_path: Path) -> None:
 SECONDARY = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
 
 
-def share(blocks: list[dict[str, Any]]) -> list[tuple[bool, bool]]:
+def share(blocks: list[dict[str, Any]]) -> list[tuple[int, bool, bool]]:
     """Build two engines on one model, the first with a block that compresses ``zero``.
 
-    Returns, for the second with the same block but not enabled and with another one, whether the
-    first one's channels still send, and whether parameters hold state of it.
+    Returns, for the second with the same block but not enabled and with another one, how many
+    hooks, kept parameters and roll-outs the first one has left when it is destroyed, whether its
+    channels still send, and whether parameters hold state of it.
     """
     found = []
     for block in blocks:
@@ -113,28 +119,54 @@ def share(blocks: list[dict[str, Any]]) -> list[tuple[bool, bool]]:
             model.outer.requires_grad_(False)
             engine = make_engine(job, model)
             train_step(engine, job, 0)
+            with hybridcomp.gathered(engine):
+                pass
             channels: Any = channels_of(engine)
             before = channels.ledger.interval["zero", "forward"].messages
             assert before > 0
+            kept = (secondary.copies_of, frozen.weights_of)
             engine.destroy()
+            hooks = [hook.__module__ for hook in model._forward_pre_hooks.values()]
+            left = sum(name.startswith("hybridcomp") for name in hooks)
+            left += hasattr(engine, GATHERED)
+            left += sum(of(model.parameters()) is not None for of in kept)
             engine = make_engine(other, model)
             train_step(engine, other, 1)
             sends = channels.ledger.interval["zero", "forward"].messages > before
-            kept = (secondary.copies_of, frozen.weights_of)
-            found.append((sends, any(of(model.parameters()) is not None for of in kept)))
+            found.append((left, sends, any(of(model.parameters()) is not None for of in kept)))
             engine.destroy()
     return found
 
 
 def test_an_engine_sends_nothing_by_the_block_of_an_earlier_one_of_its_model() -> None:
-    """At stage 3 an engine's channels hang on the model's parameters, which a second one gets."""
+    """At stage 3 an engine's channels hang on the model's parameters, which a second one gets.
+
+    DeepSpeed keeps a destroyed engine, so what it has kept is freed.
+    """
     blocks = [
-        {"zero": {"codec": "blockint", "bits": 8}},
+        {"zero": {"codec": "blockint", "bits": 8, "when": "auto"}},
         {"zero": {"secondary": "exact"}, "hierarchy": 2},
         {"zero": {"frozen": "device"}},
     ]
     for found in run_ranks(4, share, blocks, timeout=600.0):
-        assert found == [(False, False)] * 2 * len(blocks)
+        assert found == [(0, False, False)] * 2 * len(blocks)
+
+
+def groups() -> list[int]:
+    """Return the number of process groups after each of three engines and publishers."""
+    divided: Any = SimpleNamespace(owned=[], table={"a.weight": ((2, 2), FP8)})
+    counts = []
+    for _ in range(3):
+        IslandUnit(SimpleNamespace())  # type: ignore[arg-type]
+        Quantizer({}, "fp8", (dist.get_rank(),)).bind(divided)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_later_engines_and_publishers_make_no_further_groups() -> None:
+    """Nobody destroys the groups, so they are shared."""
+    for first, *later in run_ranks(2, groups):
+        assert later == [first] * 2
 
 
 def test_a_step_raises_the_error_that_came_first() -> None:

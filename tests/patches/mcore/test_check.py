@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,6 +253,23 @@ def test_scatter_gather_needs_groups_that_are_known() -> None:
     assert job.size("tp") > 1, "unknown groups make no dimension absent"
     with pytest.raises(ConfigError, match="parallel_state"):
         mcore.scatter_gather(CompressionConfig.parse(SHARED), job)
+
+
+def test_lengths_that_scatter_gather_cannot_cut_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With variable lengths a line for each would fill the log."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True, get_tensor_model_parallel_group=fake_group
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(parallel_state=state))
+    channels = Channels(CompressionConfig.parse({**SHARED, "min_bytes": 0}))
+    process.configure(None)
+    for numel in (3, 5, 7):
+        config = SimpleNamespace(sequence_parallel=False)
+        assert pipeline_message._tensor_group(channels, torch.ones(numel), config) is None
+    assert capsys.readouterr().out.count("scatter_gather") == 1
 
 
 def test_zero_needs_the_distributed_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
