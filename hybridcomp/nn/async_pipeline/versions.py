@@ -111,13 +111,17 @@ class _Places:
         self._storages = {key: sorted(rows) for key, rows in places.items()}
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return the position of a view of a parameter; return other tensors unchanged."""
+        """Return the position of a view of a parameter; return other tensors detached.
+
+        A graph that saves its own output with its history (softmax) would hold itself: one whose
+        micro-batch gets no backward pass would never be freed.
+        """
         rows = self._storages.get(tensor.untyped_storage().data_ptr())
         if rows is None:
-            return tensor
+            return tensor.detach()
         offset = int(tensor.storage_offset())
         position = bisect.bisect_right(rows, offset, key=lambda row: row[0]) - 1
         start, stop, index = rows[max(position, 0)]
         if not start <= offset < stop:
-            return tensor
+            return tensor.detach()
         return _SavedWeight(index, tuple(tensor.shape), tuple(tensor.stride()), offset - start)

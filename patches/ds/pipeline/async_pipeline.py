@@ -113,6 +113,10 @@ class AsyncPipeline:
         self.order.begin(self.versions.newest)
         self.versions.drop()
         self.data.replay()
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        """Free the activations of the passes under way."""
         for slots in self.engine.pipe_buffers.values():
             slots[:] = [None] * len(slots)
 
@@ -125,7 +129,12 @@ class AsyncPipeline:
         return {"staleness": float(late), "held": float(held), "drains": float(self.drains)}
 
     def close(self) -> None:
-        """Free weights and hooks. Sends no message."""
+        """Free weights, hooks and passes under way. Sends no message.
+
+        The passes' autograd graphs hold the versions; the garbage collector does not see into them
+        and would keep the whole engine.
+        """
+        self._forget_passes()
         if self.correction is not None:
             self.correction.close()
         self.versions.drop()

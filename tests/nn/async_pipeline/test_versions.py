@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,19 @@ def test_backward_has_the_weights_that_it_is_given(older: bool) -> None:
         if p.grad is not None
     ]  # fmt: skip
     assert all(same) if older else not all(same)
+
+
+def test_a_pass_without_a_backward_pass_is_freed() -> None:
+    """As when the pipeline is drained, before every evaluation."""
+    layer = nn.Linear(4, 4)
+    versions = WeightVersions(layer.parameters())
+    counts = []
+    for _ in range(3):
+        with versions.forward(None):
+            torch.softmax(layer(torch.ones(2, 4)), -1)  # saves its output
+        gc.collect()
+        counts.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+    assert counts[1] == counts[2]
 
 
 def test_a_failed_pass_leaves_the_newest_weights() -> None:
