@@ -131,7 +131,7 @@ def _exchanged(
     except (RuntimeError, dist.DistError):
         _check_peers(this, what)
         raise
-    _await_all(this, what, PATIENCE * _timeout_s() if seconds is None else seconds)
+    _await_all(this, what, patience_s() if seconds is None else seconds)
     statements = this.read()
     last = _last.here
     before, last[part] = last.get(part), prefix
@@ -255,6 +255,11 @@ def waiting(store: Any, seconds: float) -> Iterator[Any]:
         yield store
     finally:
         store.set_timeout(before)
+
+
+def patience_s() -> float:
+    """Return the seconds after which a silent rank is an error."""
+    return PATIENCE * _timeout_s()
 
 
 def _timeout_s() -> float:

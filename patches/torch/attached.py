@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridcomp.channels import Channels
 from hybridcomp.channels.checkpoint import saved_state
 from hybridcomp.channels.checkpoint.resharing import Sends
+from hybridcomp.job import agreement
 from hybridcomp.log import say_once as say
 from hybridcomp.patches.common.optimizer_steps import (
     NO_PASS,
@@ -33,6 +34,11 @@ UNEVEN = (
 LOADED = (
     "weights were loaded into an attached model, and no state of hybridcomp. If they are of a "
     "compressed run"
+)
+#: what ranks state at the first step of a model on part of the job
+FIRST_STEP = (
+    "first step (guard and ledger sum over the whole job: if a model is on part of the ranks, "
+    "attach one on the others, too)"
 )
 _numbers = count()
 
@@ -94,6 +100,7 @@ class Attached:
         self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
+        self._has_stepped = False
         #: averages, before an optimizer's step, tables whose gradients no rank reduces
         self.average_ignored: Callable[[Any], object] | None = None
         self._undo: list[Callable[[], object]] = []
@@ -249,6 +256,10 @@ class Attached:
 
     def _count(self) -> None:
         self.is_open = self._has_reduced = self._has_news = False
+        if self.ranks is not None and not self._has_stepped:
+            # or this rank would wait in a sum, without a word, for ranks that attach no model
+            agreement.tell({}, what=FIRST_STEP, seconds=agreement.patience_s())
+        self._has_stepped = True
         self.session.end_step()
 
     def overflowed(self) -> None:

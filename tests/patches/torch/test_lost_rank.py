@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.errors import PeerError
-from hybridcomp.job import processes
+from hybridcomp.errors import AgreementError, PeerError
+from hybridcomp.job import agreement, processes
 from tests.ranks import RankPool, run_ranks
 from tests.selection import by_day
 
@@ -73,3 +74,25 @@ def of_a_part() -> list[list[int]]:
 def test_a_model_of_a_part_of_the_ranks_makes_these_known() -> None:
     everybody = [0, 1, 2]
     assert run_ranks(3, of_a_part) == [[[], everybody], *2 * [[[1, 2], everybody]]]
+
+
+def stepped_on_a_part() -> str:
+    """Train a model on ranks 1 and 2 while rank 0 has none; return the error."""
+    part = dist.new_group([1, 2])
+    if dist.get_rank():
+        model = DistributedDataParallel(nn.Linear(8, 8), process_group=part)
+        hybridcomp.attach(model, {**BLOCK, "hierarchy": "none"})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 8)).sum().backward()
+        with mock.patch.object(agreement, "patience_s", lambda: 2.0):
+            try:
+                optimizer.step()
+            except AgreementError as error:
+                return str(error)
+    return ""
+
+
+def test_a_model_on_a_part_of_the_ranks_says_that_the_others_have_none() -> None:
+    idle, *said = run_ranks(3, stepped_on_a_part)
+    assert idle == "" and all("first step (guard and ledger sum over the whole" in s for s in said)
+    assert all("attach one on the others, too): rank(s) 0 never stated" in text for text in said)
