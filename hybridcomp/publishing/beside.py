@@ -25,6 +25,7 @@ import torch.distributed as dist
 from hybridcomp.errors import PublishError
 from hybridcomp.escaping import one_line, quoted_path
 from hybridcomp.job import saved
+from hybridcomp.job.waits import NOTICE_S
 from hybridcomp.log import say
 from hybridcomp.publishing.destinations import FAILED, PARTS, Folder, part_name
 from hybridcomp.publishing.encoding import PartEncoder, PartSummary
@@ -204,7 +205,7 @@ class BesideVersion:
         Returns the version's manifest, and each rank's statement on that rank's part. Raises
         PublishError on every rank if the version is not readable.
         """
-        if not self._written.is_set():
+        if not self._written.wait(min(NOTICE_S, self._left())):
             say(f"publish: waits for version {self.version}, which is being written", anywhere=True)
         is_there = self._written.wait(self._left())
         problem = self._problem if is_there else self._late("written")
