@@ -114,6 +114,7 @@ def train(island: Island) -> None:
     """Train until the meeting that the file END specifies."""
     import hybridcomp
     from hybridcomp.patches.torch.attached import Attached
+    from hybridcomp.sync.job_meetings import JobMeetings
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -125,7 +126,8 @@ def train(island: Island) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     attached = hybridcomp.attach(model, island.block())
     assert isinstance(attached, Attached)
-    (meetings,) = attached.session.followers
+    meetings: Any
+    (meetings,) = (one for one in attached.session.followers if isinstance(one, JobMeetings))
     steps, last = 0, -1
     with island.log.open("a", buffering=1) as log:
         while not _ended(island.folder, last):
@@ -134,11 +136,10 @@ def train(island: Island) -> None:
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
-            part_in: Any = meetings
-            held = part_in.membership.last
+            held = meetings.membership.last
             if held.number != last:
                 last = held.number
-                log.write(json.dumps(_line(part_in, task, steps, model)) + "\n")
+                log.write(json.dumps(_line(meetings, task, steps, model)) + "\n")
     hybridcomp.detach(model)
     dist.destroy_process_group()
 
