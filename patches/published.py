@@ -7,14 +7,11 @@ from typing import Any
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.engine_packages import is_megatron, packages_of
-from hybridcomp.patches.common.lora import adapted
-from hybridcomp.patches.common.publishing_steps import destination_of
+from hybridcomp.patches.common.publishing_steps import destination_of, in_form
 from hybridcomp.patches.torch.attach import ATTRIBUTE, unwrapped
 from hybridcomp.publishing import EngineWeights, Publisher
-from hybridcomp.publishing.quantized import quantized
 from hybridcomp.publishing.socket_stream import MOST_STILL_S
 from hybridcomp.publishing.streams import Stream
-from hybridcomp.publishing.weights import named, unless_refused
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession, session_of
 
@@ -36,10 +33,7 @@ def publish(
         todo = f"expected seconds, above 0 and at most {MOST_STILL_S:g}"
         raise ConfigError("publish.still_s", still_s, todo)
     engine = unwrapped(engine)
-    own = weights_of(engine)
-    weights = unless_refused(
-        lambda: quantized(named(adapted(own, lora), names), as_, options["dtype"]), own.ranks
-    )
+    weights = in_form(weights_of(engine), lora, names, as_, options["dtype"])
     try:
         destination = destination_of(to, weights, _session_of(engine), still_s)
     except ConfigError as error:

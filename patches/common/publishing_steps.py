@@ -53,11 +53,8 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
 
     def make() -> Publisher | None:
         try:
-            own, form, dtype = weights(), settings.as_, settings.dtype
-            found = unless_refused(
-                lambda: quantized(named(adapted(own, settings.lora), settings.names), form, dtype),
-                own.ranks,
-            )
+            form = settings.lora, settings.names, settings.as_, settings.dtype
+            found = in_form(weights(), *form)
             to = destination_of(settings.to, found, session)
             given = settings.model_dump(exclude={"to", "names", "as_", "lora", "wait"})
             return Publisher(found, to, **given)
@@ -69,6 +66,18 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
             return None
 
     session.follow(PublishedSteps(make, settings.wait))
+
+
+def in_form(
+    weights: EngineWeights, lora: str | None, names: str, as_: str | None, dtype: str | None
+) -> EngineWeights:
+    """Return ``weights`` as they are published; if this rank refuses, ones that all ranks refuse.
+
+    ``lora``, ``names``, ``as_``, ``dtype``: as for ``hybridcomp.publish``.
+    """
+    return unless_refused(
+        lambda: quantized(named(adapted(weights, lora), names), as_, dtype), weights.ranks
+    )
 
 
 def destination_of(

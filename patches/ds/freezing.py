@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from hybridcomp.channels import channels_of
 from hybridcomp.job.parameter_names import plain_name
 from hybridcomp.patches.common import trained_set
+from hybridcomp.patches.common.engine_packages import is_a
 from hybridcomp.patches.common.frozen_layers import Frozen, frozen_of
 from hybridcomp.patches.common.stepped_parts import FlatFragment, SteppedParts, unfit
-from hybridcomp.patches.ds.job_facts import SLICED_STAGE, is_a
+from hybridcomp.patches.ds.job_facts import SLICED_STAGE
 from hybridcomp.patches.ds.pipeline import frozen_stages
 from hybridcomp.patches.ds.pipeline.pipe import PIPE
 from hybridcomp.patches.ds.pipeline.pipeline import is_dualpipev

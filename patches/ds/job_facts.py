@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybridcomp import nn
 from hybridcomp.channels import NAME
+from hybridcomp.patches.common.engine_packages import comes_from, is_a
 from hybridcomp.patches.common.sparse_tables import tables_of
 from hybridcomp.patches.mcore.groups import sizes
 from hybridcomp.patches.neox.checkout import is_neox
@@ -54,16 +55,6 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "sparse": any(True for _ in tables_of(model)),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
-
-
-def is_a(module: Any, *names: str) -> bool:
-    """Return whether the class of ``module``, or a base of it, has one of ``names``."""
-    return any(cls.__name__ in names for cls in type(module).__mro__)
-
-
-def comes_from(module: Any, home: str) -> bool:
-    """Return whether the class of ``module``, or a base of it, is of the package ``home``."""
-    return any(cls.__module__.startswith(home) for cls in type(module).__mro__)
 
 
 def compile_locks() -> Iterator[str]:

@@ -15,6 +15,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Dimension
 from hybridcomp.log import say_once as say
+from hybridcomp.patches.common.engine_packages import is_a
 from hybridcomp.patches.common.sparse_tables import tables_of
 from hybridcomp.patches.rules import engine
 from hybridcomp.patches.rules.engine import Rule
@@ -52,9 +53,7 @@ def elsewhere(
 
 def has_ring(model: Any) -> bool:
     """Return whether layers of ``model`` split sequences over ranks."""
-    return any(
-        cls.__name__ == "RingAttention" for layer in model.modules() for cls in type(layer).__mro__
-    )
+    return any(is_a(layer, "RingAttention") for layer in model.modules())
 
 
 def _has_tensor_parallel(model: Any) -> bool:

@@ -23,8 +23,9 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
 )
+from hybridcomp.patches.common.engine_packages import comes_from
 from hybridcomp.patches.common.routes import make_backward, make_stand_in
-from hybridcomp.patches.ds.job_facts import DOMINO, comes_from
+from hybridcomp.patches.ds.job_facts import DOMINO
 from hybridcomp.patches.ds.layers.layer_scope import (
     TENSOR,
     make_call,

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from hybridcomp.channels import ATTRIBUTE, AllToAll, Channel, Channels, channels_of
 from hybridcomp.dimensions import Direction
+from hybridcomp.patches.common.engine_packages import is_a
 from hybridcomp.patches.common.scope import Scope
-from hybridcomp.patches.ds.job_facts import is_a
 from hybridcomp.patches.ds.layers.layer_scope import refuse
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.around import around

@@ -27,8 +27,8 @@ from torch import Tensor
 from hybridcomp.channels import Channels
 from hybridcomp.dimensions import Direction
 from hybridcomp.patches.common.collective_wrappers import make_all_to_all_single
+from hybridcomp.patches.common.engine_packages import comes_from
 from hybridcomp.patches.common.routes import SENDER, Sender, make_backward, make_stand_in
-from hybridcomp.patches.ds.job_facts import comes_from
 from hybridcomp.patches.ds.layers.layer_scope import (
     SEQUENCE,
     make_call,
