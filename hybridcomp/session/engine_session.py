@@ -262,8 +262,8 @@ class EngineSession:
                 channels.residuals.scale(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
             advice = "" if self.kept_in else ADVICE
-            whose = "" if self.reporter is None else self.reporter.whose
             told = channels.close_step(sampled, self.device)
+            whose = self.reporter.whose if told and self.reporter is not None else ""
             self.say(*(f"{whose}{text}{advice}" for text in told))
             if overflow:
                 # a loss scale of 1 means that there is no scaler
